@@ -13,6 +13,7 @@ if [ $# -lt 4 ]; then
   exit 2
 fi
 model=$1 head=$2 prompts=$3 out=$4 backend=${5:-cpu} threads=${6:-1}
+case $backend in cpu|gpu) ;; *) echo "phone.sh: backend must be cpu or gpu, got $backend." >&2; exit 2 ;; esac
 quantize=${QUANTIZE:-int4} capacity=${CAPACITY:-1024}
 : "${BENCHMARK:?must name the benchmark_model of LiteRT for Android}"
 folder=/data/local/tmp/jaxspec
@@ -100,7 +101,8 @@ for name, method in (("searched", "plain"), ("eagle", "EAGLE's tree"), ("searche
     paths = manifest.paths if signature == "step" else ()
     tau = acceptance.tau(paths) if paths else 1.0
     rows.append((method, len(paths), 1000 * found[0], tau, tau / found[0]))
-print(f"{device.device}, {device.quantization}; nodes leave the root out; tau includes the bonus token\n")
+print(f"{device.device}, {device.quantization}; nodes leave the root out; tau includes the bonus token")
+print("tau was counted in JAX, with weights that are not quantized; tokens/s is tau / ms of a call.\n")
 print("| method | nodes | ms a call | tau | tokens/s | x plain |\n|---|---|---|---|---|---|")
 for method, nodes, milliseconds, tau, speed in rows:
     print(f"| {method} | {nodes} | {milliseconds:.2f} | {tau:.2f} | {speed:.2f} | {speed / rows[0][-1]:.2f} |")

@@ -269,6 +269,10 @@ class GrowingText {
 
   void push(int id) {
     held_ += tokenizer_.bytes(id);
+    if (!begun_ && !held_.empty()) {
+      if (tokenizer_.begins_with_space() && held_[0] == ' ') held_.erase(0, 1);
+      begun_ = true;
+    }
     size_t whole = 0;
     while (whole < held_.size()) {
       int length = utf8_length(held_, whole);
@@ -283,6 +287,7 @@ class GrowingText {
  private:
   const Tokenizer& tokenizer_;
   std::string held_;
+  bool begun_ = false;
 };
 
 struct Answer {

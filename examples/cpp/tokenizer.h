@@ -1,4 +1,5 @@
-// Reads tokenizer.json: byte-level BPE, as Llama 3, Qwen, SmolLM and the shipped models have it.
+// Reads tokenizer.json: byte-level BPE, as Llama 3, Qwen, SmolLM and the shipped models have it, and
+// BPE of characters with a fallback to bytes, as Llama 2 and Vicuna.
 // Everything in a file or in a text that is not covered raises an `Error`; nothing is guessed.
 #pragma once
 
@@ -285,11 +286,15 @@ class Tokenizer {
   }
 
   // Bytes that an id adds to a text; none for special tokens. A character may take several ids.
+  // A text by itself begins without the space of its first word, see `begins_with_space`.
   const std::string& bytes(int id) const {
     static const std::string none;
     auto found = bytes_.find(id);
     return found == bytes_.end() ? none : found->second;
   }
+
+  // True if every text is written with a space before it, which reading leaves out.
+  bool begins_with_space() const { return characters_; }
 
  private:
   struct Split {
@@ -309,6 +314,33 @@ class Tokenizer {
       append_utf8(spelled_[byte], code);
       byte_of_[code] = byte;
     }
+    characters_ = file.at("model", Json::Object).flag("byte_fallback");
+    if (characters_) {
+      demand_characters(file);
+    } else {
+      read_bytes(file);
+    }
+    read_model(file.at("model", Json::Object));
+    if (file.find("added_tokens")) read_added(file.at("added_tokens", Json::List));
+    if (!file.empty("post_processor")) read_around(file.at("post_processor", Json::Object));
+  }
+
+  // Llama 2's: a space before the text, spaces as U+2581, no splits, and the reverse in decoding.
+  static void demand_characters(const Json& file) {
+    const auto& steps = file.at("normalizer", Json::Object).at("normalizers", Json::List).list;
+    demand(steps.size() == 2 && steps[0].word("type") == "Prepend" &&
+               steps[0].word("prepend") == SPACE && steps[1].word("type") == "Replace" &&
+               steps[1].at("pattern", Json::Object).word("String") == " " &&
+               steps[1].word("content") == SPACE,
+           "this normalizer next to byte_fallback");
+    demand(file.empty("pre_tokenizer"), "a pre_tokenizer next to byte_fallback");
+    std::string decoder;
+    for (const Json& step : file.at("decoder", Json::Object).at("decoders", Json::List).list)
+      decoder += step.word("type") + " ";
+    demand(decoder == "Replace ByteFallback Fuse Strip ", "this decoder next to byte_fallback");
+  }
+
+  void read_bytes(const Json& file) {
     if (!file.empty("normalizer")) {
       const Json& normalizer = file.at("normalizer", Json::Object);
       // Composing changes nothing in the characters that `kind_of` covers.
@@ -318,9 +350,6 @@ class Tokenizer {
     read_splits(file.at("pre_tokenizer", Json::Object));
     demand(byte_level_, "a pre_tokenizer without ByteLevel");
     demand(file.at("decoder", Json::Object).word("type") == "ByteLevel", "this decoder");
-    read_model(file.at("model", Json::Object));
-    if (file.find("added_tokens")) read_added(file.at("added_tokens", Json::List));
-    if (!file.empty("post_processor")) read_around(file.at("post_processor", Json::Object));
   }
 
   void read_splits(const Json& step) {
@@ -350,22 +379,25 @@ class Tokenizer {
 
   void read_model(const Json& model) {
     demand(model.word("type") == "BPE", "model " + model.word("type"));
-    demand(!model.flag("byte_fallback"),
-           "byte_fallback, which tokenizers of SentencePiece's kind have,");
     for (const char* name : {"dropout", "continuing_subword_prefix", "end_of_word_suffix"})
       demand(model.empty(name), name);
     whole_words_ = model.flag("ignore_merges");
     for (const auto& [piece, id] : model.at("vocab", Json::Object).entries) {
       vocabulary_[piece] = id.integer();
-      std::string bytes;
+      std::string& bytes = bytes_[id.integer()];
+      if (characters_ && piece.size() == 6 && piece.compare(0, 3, "<0x") == 0) {
+        bytes = static_cast<char>(std::stoi(piece.substr(3, 2), nullptr, 16));
+        continue;
+      }
       for (uint32_t code : code_points(piece)) {
         auto found = byte_of_.find(code);
-        if (found == byte_of_.end())
+        if (characters_ && code == 0x2581)
+          bytes += ' ';
+        else if (characters_ || found == byte_of_.end())
           append_utf8(bytes, code);
         else
           bytes += static_cast<char>(found->second);
       }
-      bytes_[id.integer()] = bytes;
     }
     int rank = 0;
     for (const Json& merge : model.at("merges", Json::List).list) {
@@ -385,6 +417,7 @@ class Tokenizer {
     for (const Json& token : added.list) {
       for (const char* name : {"lstrip", "rstrip", "single_word"})
         demand(!token.flag(name), std::string("an added token with ") + name);
+      demand(!(characters_ && token.flag("normalized")), "an added token that is normalized");
       const std::string& content = token.at("content", Json::Text).text;
       int id = token.at("id", Json::Number).integer();
       if (!content.empty()) added_.emplace_back(content, id);
@@ -425,7 +458,27 @@ class Tokenizer {
     return found->second;
   }
 
+  void encode_characters(const std::string& text, std::vector<int>& ids) const {
+    if (text.empty()) return;
+    std::vector<int> parts{id_of(SPACE)};
+    for (uint32_t code : code_points(text)) {
+      std::string character;
+      append_utf8(character, code == ' ' ? 0x2581 : code);
+      auto known = vocabulary_.find(character);
+      if (known != vocabulary_.end()) {
+        parts.push_back(known->second);
+        continue;
+      }
+      for (unsigned char byte : character) {
+        const char* digits = "0123456789ABCDEF";
+        parts.push_back(id_of({'<', '0', 'x', digits[byte >> 4], digits[byte & 15], '>'}));
+      }
+    }
+    merge_parts(parts, ids);
+  }
+
   void encode_plain(const std::string& text, std::vector<int>& ids) const {
+    if (characters_) return encode_characters(text, ids);
     std::vector<std::vector<uint32_t>> pieces{code_points(text)};
     if (composes_)
       for (uint32_t code : pieces[0]) kind_of(code);
@@ -505,7 +558,6 @@ class Tokenizer {
   void merge(const std::vector<uint32_t>& piece, std::vector<int>& ids) const {
     std::string text;
     for (uint32_t code : piece) append_utf8(text, code);
-    std::vector<int> parts;
     std::string whole;
     for (unsigned char byte : text) whole += spelled_[byte];
     auto known = vocabulary_.find(whole);
@@ -513,7 +565,12 @@ class Tokenizer {
       ids.push_back(known->second);
       return;
     }
+    std::vector<int> parts;
     for (unsigned char byte : text) parts.push_back(id_of(spelled_[byte]));
+    merge_parts(parts, ids);
+  }
+
+  void merge_parts(std::vector<int>& parts, std::vector<int>& ids) const {
     while (parts.size() > 1) {
       std::pair<int, int> best{INT_MAX, 0};
       size_t place = 0;
@@ -537,5 +594,6 @@ class Tokenizer {
   std::vector<std::pair<std::string, int>> added_;
   std::vector<Split> splits_;
   std::vector<int> before_, after_;
-  bool byte_level_ = false, whole_words_ = false, composes_ = false;
+  bool byte_level_ = false, whole_words_ = false, composes_ = false, characters_ = false;
+  static constexpr const char* SPACE = "\u2581";
 };

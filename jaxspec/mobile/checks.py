@@ -142,6 +142,8 @@ def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -
     ways = {"decode": decoding(count)}
     if "step" in manifest.signatures:
         ways["step"] = decoding(count, Steps)
+    for name in manifest.trees:
+        ways[name] = decoding(count, partial(Steps, signature=name))
     if "step_exit" in manifest.signatures:
         ways["step_exit"] = decoding(count, partial(Steps, signature="step_exit"))
         ways["draft_1, verify, commit"] = decoding(count, verify_drafts)

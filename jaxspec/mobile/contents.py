@@ -168,7 +168,7 @@ def contents_of(model: Model, loaded: LoadedDrafter, config: ExportConfig) -> Co
     num_tokens = network.vocab_size
     if model.tokenizer is not None:
         num_tokens = min(num_tokens, model.tokenizer.vocab_size)
-    target = Target(network.config, config.capacity, num_tokens)
+    target = Target(network.config, config.capacity, num_tokens, config.capacity)
     if network.config.diffusion is not None:
         canvases = _canvases(target, network.config.diffusion, loaded.drafter, config)
         return Contents(_diffusion_signatures(canvases, config), num_tokens, (), canvases)
@@ -247,7 +247,7 @@ def _signatures(
 ) -> tuple[Mapping[str, Signature], tuple[tuple[int, ...], ...]]:
     """Returns all functions of a causal model's file by name, and the tree of its `step`."""
     drafter, verify, step, paths = loaded.drafter, set(config.verify), None, ()
-    blocks = None
+    blocks, behind = None, 0
     match drafter:
         case NoDraft():
             pass
@@ -258,6 +258,7 @@ def _signatures(
         case DFlash():
             step = DFlashStep(drafter, loaded.params)
             paths = drafter.paths or chain_paths(step.levels - 1)
+            behind = drafter.block + 1
         case LayerSkip():
             step = LayerSkipStep(drafter)
             paths = chain_paths(step.levels - 1)
@@ -273,6 +274,7 @@ def _signatures(
                 verify.add(step.levels)
         case Deer():
             blocks = BlockDrafting(drafter, loaded.params)
+            behind = blocks.sizes[-1]
             if blocks.tree is None or config.bundle == "cpu":
                 verify.update(drafter.widths)
         case _:
@@ -280,6 +282,7 @@ def _signatures(
                 f"drafter: {type(drafter).__name__} cannot be exported; Eagle, DraftModel, "
                 "LayerSkip, Deer, DFlash, TokenRecycling and PromptLookup can."
             )
+    target = target._replace(num_positions=target.capacity + behind)
     if step is not None and step.levels >= target.capacity:
         raise ValueError(
             f"capacity: a tree of depth {step.levels - 1} needs more than {target.capacity} tokens."

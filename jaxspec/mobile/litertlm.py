@@ -100,7 +100,7 @@ def export_litertlm(
     widest = max(*config.prefill, drafting.num_speculative_tokens + 1 if drafting else 1)
     # The runtime pads the last part of a prompt, and the padding needs room behind the text.
     num_tokens = min(model.network.vocab_size, model.tokenizer.vocab_size)
-    target = Target(model.config, config.capacity + widest, num_tokens)
+    target = Target(model.config, config.capacity + widest, num_tokens, config.capacity + widest)
     params, carried = Params(model.network, ()), Carried.of(model.config, drafting)
     sections = {
         "embedder": {"embed": embed_signature(target, carried)},

@@ -127,6 +127,8 @@ def kit_script(manifest: Manifest) -> str:
         "set -eu",
         'here=$(cd "$(dirname "$0")" && pwd)',
         "backend=${1:-cpu} threads=${2:-1}",
+        "case $backend in cpu|gpu) ;; *)",
+        '  echo "measure.sh: backend must be cpu or gpu, got $backend." >&2; exit 2;; esac',
         'folder=/data/local/tmp/jaxspec tool="${BENCHMARK:-$here/benchmark_model}"',
         'adb shell mkdir -p "$folder"',
         f'adb push "$here/{MODEL_FILE}" "$tool" "$folder" >&2',

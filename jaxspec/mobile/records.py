@@ -42,11 +42,13 @@ class Target(NamedTuple):
         config: of the model.
         capacity: of the cache, in tokens; also the longest text.
         num_tokens: ids that may be emitted; those above pad the vocabulary.
+        num_positions: positions that passes read, those of masks behind the text included.
     """
 
     config: Any
     capacity: int
     num_tokens: int
+    num_positions: int
 
 
 def unembed_rows(network: Network, target: Target, features: Array) -> Array:
@@ -140,7 +142,7 @@ def make_signature(
     """Makes a signature whose function is traced in `forms`, by default those that LiteRT takes."""
 
     def traced(params: Params, record: Record) -> Record:
-        with exchanged(forms or litert_forms(target.capacity)):
+        with exchanged(forms or litert_forms(target.num_positions)):
             return function(params, record)
 
     return Signature(traced, inputs)

@@ -54,6 +54,8 @@ def _check_target(
         rows = levels
     elif kind in ("step_block", "step_block_sampled"):
         rows = manifest.signatures[signature]["outputs"]["o_tokens"]["shape"][1]
+    elif signature == "draft_1" and "drafted" in described:
+        rows = _number(inputs, "drafted") + 1
     elif signature in ("draft", "absorb") and "count" in described:
         # A head reads states, which end before the pending token; a draft model reads that too.
         start, rows = start - _number(inputs, "count", 1) + ("states" not in described), levels

@@ -208,8 +208,7 @@ class MobileModel:
         for name in inputs:
             _check_known(signature, "input", name, described["inputs"])
         check_room(self.manifest, signature, inputs)
-        if "block_k_0" in described["inputs"]:
-            self._known = 0  # only a stream knows the state of the caches after a call
+        self._known = 0  # only a stream knows the state of the caches after a call
         for name, value in inputs.items():
             entry = described["inputs"][name]
             array = np.asarray(value, entry["dtype"]).reshape(entry["shape"])
@@ -360,8 +359,12 @@ class MobileModel:
         """Returns the number of a prompt's tokens that need not be read again.
 
         A head's pair joins a state with the token after it, so that token must be the same too.
+        A table of successors knows the whole last text, so the prompt must go on with all of it.
         """
         same = common_length(self._text, prompt)
+        has_table = "table" in self.inputs(f"prefill_{self.manifest.sizes('prefill')[0]}")
+        if has_table and same < len(self._text):
+            return 0
         return max(0, min(self._known, same - 1, len(prompt) - 1))
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:

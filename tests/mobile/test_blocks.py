@@ -267,9 +267,35 @@ def test_what_would_be_written_past_the_end_is_refused(exported):
 def test_sampling_accepts_block_drafts(exported):
     from jaxspec.core.types import Warp
 
-    file, _ = exported
-    decoded = file.generate(PROMPTS[0], 16, stop_token_ids=(), warp=Warp(np.float32(0.5)), seed=3)
-    assert len(decoded.tokens) == 16
+    (file, _), counts, warp = exported, set(), Warp(np.float32(0.5))
+    for seed in range(6):
+        decoded = file.generate(PROMPTS[0], 16, stop_token_ids=(), warp=warp, seed=seed)
+        assert len(decoded.tokens) == 16
+        counts.update(decoded.counts)
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize(
+    ("method", "block", "bundle"),
+    [
+        (Deer(5), 4, "cpu"),
+        (Deer(16), 8, "cpu"),
+        (Deer(6, ((0,), (1,), (0, 0))), 4, "cpu"),
+        (Deer(5, num_nodes=4, branch=2), 8, "gpu"),
+    ],
+    ids=["chain", "long chain", "shallow tree", "largest window"],
+)
+def test_a_text_may_fill_the_capacity(model, tmp_path, method, block, bundle):
+    """At the end of the text, windows hold masks whose positions lie behind the capacity."""
+    from jaxspec.mobile.runtime import MobileModel
+
+    shapes = replace(SHAPES, capacity=50, bundle=bundle)
+    export(model, tmp_path, drafter_of(model, method, block=block), shapes)
+    file, count = MobileModel(tmp_path / MODEL_FILE, num_threads=1), 50 - len(PROMPTS[0])
+    decoded = file.generate(PROMPTS[0], count, stop_token_ids=())
+    (row,) = generate(model, PROMPTS[0], GenerationConfig(max_new_tokens=count, stop_token_ids=()))
+    assert decoded.tokens.tolist() == row.tokens.tolist()
+    assert len(decoded.counts) < count
 
 
 def test_what_no_file_drafts_is_refused(model, tmp_path):
@@ -281,6 +307,12 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
     refused(Deer(3, steps=2), "without steps")
     refused(Deer(3, sep_token_id=1), 'without sep_token_id.*sep=""')
     refused(Deer(3, ((0,), (1,)), temperature=0.5), "without temperature")
+    refused(Deer(3, adaptive=AdaptiveBlock(0.5), temperature=0.5), "without temperature")
+    short = drafter_of(model, Deer(3))
+    config = short.params.config.replace(max_positions=64)
+    short = short._replace(params=Network(short.params.params, config))
+    with pytest.raises(ValueError, match="at most the drafter's 64 positions, got 96"):
+        export(model, tmp_path, short, SHAPES)
     causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)
     with pytest.raises(ValueError, match="needs a diffusion model"):
         export(model, tmp_path, LoadedDrafter(Deer(3), causal), SHAPES)

@@ -538,7 +538,6 @@ def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
         config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
         (row,) = generate(pair[0], [*prompt, text[0]], config, drafter)
         assert len(decoded.counts) - 1 == row.metrics.counts.num_steps < NUM_NEW - 1
-        recycling.generate([1], NUM_NEW, ())
         again = recycling.generate(prompt, NUM_NEW, ())
         assert (again.tokens.tolist(), again.counts) == (text, decoded.counts)
         if bundle == "cpu":
@@ -658,7 +657,7 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.mobile.contents import _signatures
     from jaxspec.mobile.records import Target
 
-    target = Target(pair[0].config, CAPACITY, 48)
+    target = Target(pair[0].config, CAPACITY, 48, CAPACITY)
     functions, paths = _signatures(target, LoadedDrafter(PromptLookup(2), ()), SHAPES)
     assert {"step", "step_sampled", "verify_3", "commit_3"} < set(functions)
     assert paths == ((0,), (0, 0))

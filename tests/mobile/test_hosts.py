@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from jaxspec import TokenRecycling, load, save
 from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
@@ -256,9 +257,44 @@ def ids_in_cpp(tmp_path_factory) -> Callable[[Path, list[str]], list[list[int] |
     return run
 
 
-def tokenizer_folders(recorded_folder) -> dict[str, Path]:
+LIKE_LLAMA_2 = "characters and bytes, as Llama 2"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_like_llama_2(tmp_path_factory) -> Path:
+    """The folder of a small tokenizer in the layout of Llama 2's and Vicuna's."""
+    pieces = tokenizers.models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(pieces)
+    steps, decoding = tokenizers.normalizers, tokenizers.decoders
+    backend.normalizer = steps.Sequence([steps.Prepend("\u2581"), steps.Replace(" ", "\u2581")])
+    backend.decoder = decoding.Sequence(
+        [
+            *(decoding.Replace("\u2581", " "), decoding.ByteFallback(), decoding.Fuse()),
+            decoding.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["a man", "the manual", "12 men, 3 ifs \u00e4 \u00df"] * 3, trainer)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    folder = tmp_path_factory.mktemp("like llama 2")
+    described = json.loads(backend.to_str())
+    # Tokens of bytes are pieces of the vocabulary alone.
+    described["added_tokens"] = described["added_tokens"][: len(special)]
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def tokenizer_folders(recorded_folder, like_llama_2) -> dict[str, Path]:
     checkpoints = recorded_folder("checkpoints")
     return {
+        LIKE_LLAMA_2: like_llama_2,
         "GPT-2's pattern, digits apart": ROOT / "checkpoints" / "demo",
         "Qwen's pattern": checkpoints / "qwen3_dev",
         "Llama 3's pattern": checkpoints / "llama_gqa_dev",
@@ -266,10 +302,13 @@ def tokenizer_folders(recorded_folder) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT-2's pattern, digits apart", "Qwen's pattern", "Llama 3's pattern"]
+    "name",
+    ["GPT-2's pattern, digits apart", "Qwen's pattern", "Llama 3's pattern", LIKE_LLAMA_2],
 )
-def test_it_splits_and_merges_as_the_library(ids_in_cpp, recorded_folder, name):
-    folder = tokenizer_folders(recorded_folder)[name]
+def test_it_splits_and_merges_as_the_library(
+    ids_in_cpp, recorded_folder, tokenizer_like_llama_2, name
+):
+    folder = tokenizer_folders(recorded_folder, tokenizer_like_llama_2)[name]
     if not (folder / "tokenizer.json").is_file():
         pytest.skip(f"needs {folder.name}, which is not here")
     tokenizer = load_tokenizer(folder)
@@ -283,7 +322,9 @@ def test_it_splits_and_merges_as_the_library(ids_in_cpp, recorded_folder, name):
     assert ids_in_cpp(folder / "tokenizer.json", texts) == [
         tokenizer.encode(text) for text in texts
     ]
-    assert ids_in_cpp(folder / "tokenizer.json", ["\u4e2d", "\u0301"]) == [None, None]
+    beyond = ["\u4e2d", "\u0301"]
+    known = [tokenizer.encode(text) for text in beyond] if name == LIKE_LLAMA_2 else [None, None]
+    assert ids_in_cpp(folder / "tokenizer.json", beyond) == known
 
 
 @pytest.mark.parametrize(
@@ -356,7 +397,8 @@ def test_the_script_for_a_phone(tmp_path, backend):
     words = ("budget", "drafting", "verification", "tokens/s")
     predicted = searched[searched.index("budgets exclude the root") :]
     assert all(word in predicted for word in (*words, "plain decoding", "the fastest"))
-    _, _, header, _, *lines = timed.splitlines()
+    _, counted, _, header, _, *lines = timed.splitlines()
+    assert "tau was counted in JAX" in counted
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == ["plain", "EAGLE's tree", "searched tree"]
     assert table[0][1:] == ["0", "1.00", "1.00", "1000.00", "1.00"]
@@ -380,7 +422,9 @@ STUBS = Path(__file__).parent / "android"
 
 
 @pytest.mark.slow
-def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tmp_path):
+def test_the_app_compiles_and_its_tokenizer_is_the_library_s(
+    recorded_folder, tokenizer_like_llama_2, tmp_path
+):
     """Against stand-ins for Android and LiteRT, with the JSON reader of Android itself."""
     kotlinc, json_jar = shutil.which("kotlinc"), os.environ.get("ANDROID_JSON_JAR")
     if not (kotlinc and shutil.which("java") and json_jar):
@@ -391,7 +435,7 @@ def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tm
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     draws = random.Random(1)
-    for folder in tokenizer_folders(recorded_folder).values():
+    for folder in tokenizer_folders(recorded_folder, tokenizer_like_llama_2).values():
         if not (folder / "tokenizer.json").is_file():
             continue
         tokenizer = load_tokenizer(folder)

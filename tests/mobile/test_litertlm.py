@@ -88,7 +88,10 @@ def test_drafts_are_those_of_jax(model, drafts):
     drafter = replace(DRAFTER, num_speculative_tokens=drafts)
     config = GenerationConfig(max_new_tokens=20)
     (row,) = generate(model, PROMPTS[:1], config, drafter, return_trace=True)
-    target, carried = Target(CONFIG, 2 * CAPACITY, CONFIG.vocab_size), Carried.of(CONFIG, drafter)
+    target, carried = (
+        Target(CONFIG, 2 * CAPACITY, CONFIG.vocab_size, 2 * CAPACITY),
+        Carried.of(CONFIG, drafter),
+    )
     params, signatures = Params(model.network, ()), {}
     for name, signature in (
         ("prefill", prefill_signature(target, carried, CAPACITY)),

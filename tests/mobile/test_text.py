@@ -284,9 +284,9 @@ EAGLE = ("--drafter", "eagle:head=H")
     ],
 )
 def test_flags_that_exclude_each_other_cannot_be_typed(capsys, argv, said):
-    verb, *flags = argv
+    command, *flags = argv
     with pytest.raises(SystemExit) as exit_:
-        main(["export", verb, "M", "out", *flags])
+        main(["export", command, "M", "out", *flags])
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -304,16 +304,16 @@ def test_mistakes_of_searches_are_one_line(capsys, flags, said):
 
 
 @pytest.mark.parametrize(
-    ("verb", "drafter"),
+    ("command", "drafter"),
     [
         *(("tuned", drafter) for drafter in ("lookup", "none", "eagle2:head=H")),
         *(("web", drafter) for drafter in ("lookup", "none", "eagle2:head=H")),
         *(("kit", drafter) for drafter in ("lookup", "eagle2:head=H")),
     ],
 )
-def test_trees_are_those_of_eagle_heads(capsys, folders, tmp_path, verb, drafter):
-    argv = ["export", verb, str(folders / "model"), str(tmp_path / "out"), "--drafter", drafter]
-    argv += ["--acceptance", "A"] if verb == "tuned" else []
+def test_trees_are_those_of_eagle_heads(capsys, folders, tmp_path, command, drafter):
+    argv = ["export", command, str(folders / "model"), str(tmp_path / "out"), "--drafter", drafter]
+    argv += ["--acceptance", "A"] if command == "tuned" else []
     assert "must be an EAGLE head over a static tree" in fails(capsys, *argv)
 
 

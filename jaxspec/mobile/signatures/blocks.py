@@ -120,6 +120,11 @@ class BlockDrafting:
         return inputs | self._inputs(target, size)
 
     def _inputs(self, target: Target, size: int) -> Shapes:
+        if self.config.max_positions < target.capacity:
+            raise ValueError(
+                f"capacity must be at most the drafter's {self.config.max_positions} positions, "
+                f"got {target.capacity}."
+            )
         own = target._replace(config=self.config, capacity=target.capacity + self.sizes[-1])
         return {
             "window": ints(1, size),
@@ -159,7 +164,9 @@ def check_in_one_pass(drafter: BlockSettings, **further: bool) -> None:
     unsupported = {
         "steps": drafter.steps > 1,
         **further,
-        "temperature": bool(drafter.temperature) and not drafter.is_chain,
+        # The host drafts trees, and lengths that adapt, of the likeliest tokens.
+        "temperature": bool(drafter.temperature)
+        and not (drafter.is_chain and drafter.adaptive is None),
     }
     if given := [name for name, found in unsupported.items() if found]:
         sep = ' (sep="" where config.json names one)' if "sep_token_id" in given else ""

@@ -5,7 +5,8 @@ import org.json.JSONArray
 import org.json.JSONObject
 
 /**
- * Reads tokenizer.json: byte-level BPE, as Llama 3, Qwen, SmolLM and the shipped models have it.
+ * Reads tokenizer.json: byte-level BPE, as Llama 3, Qwen, SmolLM and the shipped models have it, and
+ * BPE of characters with a fallback to bytes, as Llama 2 and Vicuna.
  *
  * What a file has and this class does not cover raises `IllegalArgumentException`.
  */
@@ -26,6 +27,10 @@ class Tokenizer(file: File) {
     private var wholeWords = false
     private var composes = false
 
+    /** True if every text is written with a space before it, which reading leaves out. */
+    var beginsWithSpace = false
+        private set
+
     init {
         var others = 256
         for (byte in 0..255) {
@@ -35,6 +40,31 @@ class Tokenizer(file: File) {
             byteOf[code] = byte
         }
         val described = JSONObject(file.readText())
+        beginsWithSpace = described.getJSONObject("model").optBoolean("byte_fallback")
+        if (beginsWithSpace) demandCharacters(described) else readBytes(described)
+        readModel(described.getJSONObject("model"))
+        described.optJSONArray("added_tokens")?.let { readAdded(it) }
+        described.optJSONObject("post_processor")?.let { readAround(it) }
+    }
+
+    /** Llama 2's: a space before the text, spaces as U+2581, no splits, and the reverse in decoding. */
+    private fun demandCharacters(described: JSONObject) {
+        val steps = described.getJSONObject("normalizer").optJSONArray("normalizers") ?: JSONArray()
+        val first = steps.optJSONObject(0) ?: JSONObject()
+        val second = steps.optJSONObject(1) ?: JSONObject()
+        demand(
+            steps.length() == 2 && first.optString("type") == "Prepend" && first.optString("prepend") == SPACE &&
+                second.optString("type") == "Replace" && second.getJSONObject("pattern").optString("String") == " " &&
+                second.optString("content") == SPACE,
+            "this normalizer next to byte_fallback",
+        )
+        demand(described.isNull("pre_tokenizer"), "a pre_tokenizer next to byte_fallback")
+        val decoders = described.getJSONObject("decoder").optJSONArray("decoders") ?: JSONArray()
+        val names = (0 until decoders.length()).map { decoders.getJSONObject(it).getString("type") }
+        demand(names == listOf("Replace", "ByteFallback", "Fuse", "Strip"), "this decoder next to byte_fallback")
+    }
+
+    private fun readBytes(described: JSONObject) {
         described.optJSONObject("normalizer")?.let {
             demand(it.getString("type") == "NFC", "normalizer ${it.getString("type")}")
             composes = true
@@ -42,9 +72,6 @@ class Tokenizer(file: File) {
         readSplits(described.getJSONObject("pre_tokenizer"))
         demand(byteLevel, "a pre_tokenizer without ByteLevel")
         demand(described.getJSONObject("decoder").getString("type") == "ByteLevel", "this decoder")
-        readModel(described.getJSONObject("model"))
-        described.optJSONArray("added_tokens")?.let { readAdded(it) }
-        described.optJSONObject("post_processor")?.let { readAround(it) }
     }
 
     /** Ids of a text; special tokens that are spelled in it count as such. */
@@ -100,7 +127,6 @@ class Tokenizer(file: File) {
 
     private fun readModel(model: JSONObject) {
         demand(model.getString("type") == "BPE", "model ${model.getString("type")}")
-        demand(!model.optBoolean("byte_fallback"), "byte_fallback")
         for (name in listOf("dropout", "continuing_subword_prefix", "end_of_word_suffix")) {
             demand(model.isNull(name) || model.optString(name).isEmpty(), name)
         }
@@ -109,7 +135,7 @@ class Tokenizer(file: File) {
         for (piece in pieces.keys()) {
             val id = pieces.getInt(piece)
             vocabulary[piece] = id
-            bytes[id] = codePoints(piece).flatMap { code ->
+            bytes[id] = if (beginsWithSpace) bytesOfCharacters(piece) else codePoints(piece).flatMap { code ->
                 byteOf[code]?.let { listOf(it.toByte()) } ?: String(Character.toChars(code)).toByteArray().toList()
             }.toByteArray()
         }
@@ -122,10 +148,16 @@ class Tokenizer(file: File) {
         }
     }
 
+    private fun bytesOfCharacters(piece: String): ByteArray {
+        val isByte = piece.length == 6 && piece.startsWith("<0x")
+        return if (isByte) byteArrayOf(piece.substring(3, 5).toInt(16).toByte()) else piece.replace(SPACE, " ").toByteArray()
+    }
+
     private fun readAdded(tokens: JSONArray) {
         for (index in 0 until tokens.length()) {
             val token = tokens.getJSONObject(index)
             for (name in listOf("lstrip", "rstrip", "single_word")) demand(!token.optBoolean(name), "an added token with $name")
+            demand(!(beginsWithSpace && token.optBoolean("normalized")), "an added token that is normalized")
             val content = token.getString("content")
             val id = token.getInt("id")
             if (content.isNotEmpty()) added.add(Pair(content, id))
@@ -172,7 +204,17 @@ class Tokenizer(file: File) {
         return found
     }
 
+    private fun encodeCharacters(text: String, ids: MutableList<Int>) {
+        if (text.isEmpty()) return
+        val parts = codePoints(SPACE + text.replace(" ", SPACE)).flatMap { code ->
+            val character = String(Character.toChars(code))
+            vocabulary[character]?.let { listOf(it) } ?: character.toByteArray().map { idOf("<0x%02X>".format(it)) }
+        }
+        mergeParts(parts.toMutableList(), ids)
+    }
+
     private fun encodePlain(text: String, ids: MutableList<Int>) {
+        if (beginsWithSpace) return encodeCharacters(text, ids)
         val composed = if (composes) java.text.Normalizer.normalize(text, java.text.Normalizer.Form.NFC) else text
         var pieces = listOf(codePoints(composed))
         for (split in splits) {
@@ -257,7 +299,10 @@ class Tokenizer(file: File) {
             ids.add(known)
             return
         }
-        val parts = names.map { idOf(it) }.toMutableList()
+        mergeParts(names.map { idOf(it) }.toMutableList(), ids)
+    }
+
+    private fun mergeParts(parts: MutableList<Int>, ids: MutableList<Int>) {
         while (parts.size > 1) {
             var best: IntArray? = null
             var place = 0
@@ -274,14 +319,23 @@ class Tokenizer(file: File) {
         }
         ids.addAll(parts)
     }
+
+    private companion object {
+        const val SPACE = "\u2581"
+    }
 }
 
 /** The text of ids that arrive one by one: characters, as soon as they are whole. */
 class GrowingText(private val tokenizer: Tokenizer) {
     private var held = ByteArray(0)
+    private var begun = false
 
     fun push(id: Int): String {
         held += tokenizer.bytes(id)
+        if (!begun && held.isNotEmpty()) {
+            if (tokenizer.beginsWithSpace && held[0] == ' '.code.toByte()) held = held.copyOfRange(1, held.size)
+            begun = true
+        }
         val text = String(held, Charsets.UTF_8)
         if (text.endsWith('\uFFFD')) return "" // the last one lacks some of its bytes
         held = ByteArray(0)
