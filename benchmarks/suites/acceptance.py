@@ -18,7 +18,14 @@ from jaxtyping import Array, Float, Int
 from benchmarks.edits import EDITS
 from benchmarks.harness import Advance, Suite, SuiteRun
 from benchmarks.page import Page, Section
-from benchmarks.prompts import GSM8K, HUMANEVAL, PROMPT_SETS, SPEC_BENCH, PromptSet
+from benchmarks.prompts import (
+    GSM8K,
+    HUMANEVAL,
+    PROMPT_SETS,
+    SPEC_BENCH,
+    PromptSet,
+    SuitePrompt,
+)
 from benchmarks.suites.jobs import digest_of_tokens, divergences_of, tokens_by_line
 from jaxspec.batch.job import run as run_job
 from jaxspec.batch.rows import Row, rows_of
@@ -52,7 +59,7 @@ from jaxspec.drafters import (
     SuffixLookup,
 )
 from jaxspec.measure.comparison import TIE_GAP, Divergence, divergence_lines
-from jaxspec.measure.figures import NUM_RESAMPLES, PLAIN, speedup, speedup_interval
+from jaxspec.measure.figures import LOW_REPETITION, NUM_RESAMPLES, PLAIN, speedup, speedup_interval
 from jaxspec.measure.prompts import read_entries
 from jaxspec.measure.timing import release_programs
 from jaxspec.tuning.measuring import chain_at_threshold
@@ -70,6 +77,8 @@ _FIXED = (2, 3, 4, 5, 6, 7, 8)
 _LONGEST = 16
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 _COMPARED = (4, 6, 8)
+_GREEDY = (4, 8)
+"""Lengths of chains on each kind of prompt."""
 _ROWS = 8
 """Rows at once of chains that end early: a pass is as wide as the longest draft of its rows."""
 
@@ -214,6 +223,54 @@ def measure_rules(
         )
         for name in drafters
     ]
+
+
+class ByKind(NamedTuple):
+    """Greedy decoding of prompts of several kinds with one drafter.
+
+    Attributes:
+        name: the drafter's name.
+        counts: by kind of prompt, of all together, and of those whose plain output repeats little.
+        divergences: where rows leave those of plain decoding.
+    """
+
+    name: str
+    counts: Mapping[str, Counts]
+    divergences: tuple[Divergence, ...]
+
+
+def measure_kinds(
+    model: Model,
+    prompts: Sequence[SuitePrompt],
+    drafters: Mapping[str, DrafterLike],
+    config: GenerationConfig,
+    advance: Advance,
+) -> list[ByKind]:
+    """Decodes prompts greedily with every drafter."""
+    rows, kinds = _rows_of(model, prompts), [each.category for each in prompts]
+    advance("each kind of prompt: plain decoding")
+    plain = tokens_by_line(decode_rows(model, rows, config, None))
+    little = [repeated_ngrams([plain[row.line]]) < LOW_REPETITION for row in rows]
+    places = {
+        **{
+            kind: [i for i, each in enumerate(kinds) if each == kind]
+            for kind in dict.fromkeys(kinds)
+        },
+        "all": range(len(rows)),
+        f"{sum(little)} that repeat little": np.flatnonzero(little).tolist(),
+    }
+    found = []
+    for name, drafter in drafters.items():
+        advance(f"each kind of prompt: {name}")
+        records = decode_rows(model, rows, config, drafter)
+        found.append(
+            ByKind(
+                name,
+                {kind: counts_of([records[i] for i in those]) for kind, those in places.items()},
+                divergences_of(model, rows, plain, tokens_by_line(records)),
+            )
+        )
+    return found
 
 
 class Copied(NamedTuple):
@@ -453,6 +510,18 @@ def _measure_acceptance(run: SuiteRun) -> Page:
         "EAGLE-1, chain of 4": Eagle.of(heads[EAGLE_HEAD], chain),
         "EAGLE-1, 25 nodes": Eagle.of(heads[EAGLE_HEAD], EAGLE_PATHS),
     }
+    greedy = {
+        **{f"DEER, chain of {length}": Deer.of(deer, length) for length in _GREEDY},
+        "DEER, tree of 8": Deer.of(deer, 8, num_nodes=8),
+        **{
+            f"draft model, chain of {length}": DraftModel.of(load(DRAFT), length)
+            for length in _GREEDY
+        },
+        **{
+            f"EAGLE-1, chain of {length}": Eagle.of(heads[EAGLE_HEAD], chain_paths(length))
+            for length in _GREEDY
+        },
+    }
     chains = {
         "draft model": draft,
         "EAGLE-1": Eagle.of(heads[EAGLE_HEAD], chain),
@@ -465,19 +534,22 @@ def _measure_acceptance(run: SuiteRun) -> Page:
     def rows(prompt_sets: Sequence[PromptSet]) -> list[Row]:
         return _rows_of(model, run.prompts(model, room, prompt_sets, _PROMPTS))
 
-    with run.steps(2 * len(sampled) + num_jobs + num_chains) as advance:
+    with run.steps(2 * len(sampled) + 1 + len(greedy) + num_jobs + num_chains) as advance:
         config = GenerationConfig(room, temperature=1.0, num_samples=_SAMPLES)
         judged = measure_rules(model, rows(PROMPT_SETS), sampled, config, advance)
+        prompts = run.prompts(model, room, PROMPT_SETS, _PROMPTS)
+        kinds = measure_kinds(model, prompts, greedy, GenerationConfig(room), advance)
         jobs, written = measure_copies(run, model, advance)
         figures, repeated = measure_chains(
             model, rows(MIXED), chains, GenerationConfig(room), advance
         )
-    return acceptance_page(model.name, judged, jobs, written, figures, repeated)
+    return acceptance_page(model.name, judged, kinds, jobs, written, figures, repeated)
 
 
 def acceptance_page(
     target: str,
     judged: Sequence[Judged],
+    kinds: Sequence[ByKind],
     jobs: Sequence[Copied],
     written: Mapping[str, Counts],
     chains: Sequence[ChainFigures],
@@ -494,13 +566,15 @@ def acceptance_page(
     sections = [
         Section(text=[about]),
         _rules_section(judged),
+        _kinds_section(kinds),
         *_copies_sections(target, jobs, written),
         _saved_section(saved, repeated),
         _chains_section(chains),
     ]
-    divergences = [each.divergences for each in (*jobs, *chains)]
+    divergences = [each.divergences for each in (*kinds, *jobs, *chains)]
     figures = {
         "verification": judged,
+        "kinds": kinds,
         "jobs": jobs,
         "answers": written,
         "chains": chains,
@@ -530,6 +604,29 @@ def _rules_section(judged: Sequence[Judged]) -> Section:
             ]
             for each in judged
         ],
+    )
+
+
+def _kinds_section(kinds: Sequence[ByKind]) -> Section:
+    return Section(
+        "Kinds of prompts",
+        [
+            f"Greedy, {_PROMPTS} prompts of each kind at most; tau. Prompts repeat little if less "
+            f"than {LOW_REPETITION:.0%} of plain decoding's 4-grams occurred in it before."
+        ],
+        ["drafter", *kinds[0].counts, "rows that differ"],
+        [
+            [
+                each.name,
+                *(
+                    f"{counts.tau:.2f}" if counts.num_steps else "-"
+                    for counts in each.counts.values()
+                ),
+                str(len(each.divergences)),
+            ]
+            for each in kinds
+        ],
+        [line for each in kinds for line in divergence_lines(each.name, each.divergences)],
     )
 
 

@@ -6,7 +6,8 @@ times on the batch that is named.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Advance, Suite, SuiteRun
-from benchmarks.page import Page, Section
+from benchmarks.page import Page, Section, drawing
 from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
 from jaxspec.checkpoint import Model, load
 from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
@@ -29,6 +30,7 @@ from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.models import Network
+from jaxspec.tuning.plots import check_plots
 
 BLOCKS, BOTH_SIDES, JUDGE = "demo-block-diffusion", "demo-diffusion", "demo"
 """Two diffusion language models, and the causal one that judges how likely their texts are."""
@@ -39,6 +41,8 @@ _SAMPLES = 5
 _ROOM = 320  # tokens that every prompt leaves of the context
 _MATHS = GSM8K.category
 _AS_MANY = "as many as pay"
+PLOT = "diffusion-throughput.svg"
+"""File of the drawn speeds by the number of prompts at once."""
 
 
 class Setting(NamedTuple):
@@ -552,6 +556,7 @@ def _measure_half(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[s
 
 
 def _measure_times(run: SuiteRun) -> Page:
+    check_plots()
     text = (
         f"The first prompts of {_MATHS}, in batches; seconds are medians, compiling left out, "
         f"measured in turns. **{_AS_MANY.capitalize()}**: drafts 0 to "
@@ -560,6 +565,7 @@ def _measure_times(run: SuiteRun) -> Page:
         "XLA's memory analysis of the program, weights included."
     )
     sections, figures, right = [Section(text=[text])], {}, True
+    speeds: dict[str, dict[str, dict[int, float]]] = {}
     settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _UNCACHED.having(max_new_tokens=32))
     with run.steps(sum(len(_batches(each)) for each in settings)) as advance:
         for setting in settings:
@@ -572,6 +578,9 @@ def _measure_times(run: SuiteRun) -> Page:
                 release_programs()
                 timed = _time_batch(setting, model, maths[:batch], repeats)
                 figures[f"{setting.name}, batch {batch}"] = [each.figures() for each in timed]
+                for each in timed:
+                    drawn = speeds.setdefault(setting.name, {}).setdefault(each.texts.name, {})
+                    drawn[batch] = each.tokens_per_second
                 right &= all(each.texts.still_different == 0 for each in timed)
                 rows += [[str(batch), *each.cells()] for each in timed]
             columns = ["prompts", "decoding", "same texts", "s", "tokens/s", "x stepwise"]
@@ -588,7 +597,18 @@ def _measure_times(run: SuiteRun) -> Page:
                 )
                 sections.append(Section(text=[text]))
     sections.append(Section(text=[f"{this_machine()}."]))
-    return Page(sections, figures, right)
+    first = settings[0].name
+    return Page(sections, figures, right, {PLOT: partial(plot_throughput, first, speeds[first])})
+
+
+def plot_throughput(title: str, speeds: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """Draws tokens per second of every way to decode by the number of prompts at once."""
+    with drawing(path) as axes:
+        for name, found in speeds.items():
+            axes.plot([*found], [*found.values()], "o-", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([*next(iter(speeds.values()))], map(str, next(iter(speeds.values()))))
+        axes.set(title=title, xlabel="prompts at once", ylabel="tokens/s", ylim=(0, None))
 
 
 def _batches(setting: Setting) -> tuple[int, ...]:

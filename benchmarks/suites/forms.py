@@ -22,7 +22,7 @@ from jaxtyping import Int
 
 from benchmarks.forms import Form, forms
 from benchmarks.harness import Advance, MethodFigures, Suite, SuiteRun
-from benchmarks.page import Page, Section
+from benchmarks.page import Page, Section, drawing
 from benchmarks.prompts import DATA_FOLDER, PROMPT_SETS
 from benchmarks.runners import FileMethod
 from benchmarks.suites.litert import (
@@ -75,6 +75,8 @@ _HIDDEN = 48
 """Tokens of the longest draft, and most that are hidden in training: a draft of 32 shows up to 39
 masks, as it may begin anywhere in a block of 8."""
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
+_FEWEST_DRAFTS = 30
+"""Drafts that come to a place, at least, for its share of accepted ones to be drawn."""
 _START = "demo-block-diffusion"
 _TARGET, _HEAD, _FILLING = "target", "eagle", "diffusion"
 _LAST_STAGE = "stage II"
@@ -128,7 +130,7 @@ _CAPACITY = 256
 _DRAFTS = (1, 2, 3, 4)
 _LOSSY = (1, 2, 4)
 """Drafts of the diffusion model, and k of its relaxed verification."""
-PLOT = "forms-lossy.svg"
+PLOT, DEPTHS_PLOT = "forms-lossy.svg", "forms-depths.svg"
 
 
 class Stage(NamedTuple):
@@ -374,6 +376,7 @@ class _Made(NamedTuple):
 
 
 def _measure(run: SuiteRun) -> Page:
+    check_plots()
     folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
     tested = [*forms("test", _NUM_TESTED)]
     prompts = [form.prompt for form in tested]
@@ -470,7 +473,11 @@ def _measure(run: SuiteRun) -> Page:
     agree = all(each.outputs_agree for each in every)
     # Quantized weights may turn near ties, as `litert-tokens` lists them.
     agree &= not any(row.divergences for row in in_files["float32"][1])
-    return Page(sections, figures, agree, {PLOT: partial(plot_lossy, drawn, right_of_drawn)})
+    plots = {
+        PLOT: partial(plot_lossy, drawn, right_of_drawn),
+        DEPTHS_PLOT: partial(plot_depths, accepted),
+    }
+    return Page(sections, figures, agree, plots)
 
 
 def _section_of_methods(compared: Comparison, right: int) -> Section:
@@ -638,20 +645,27 @@ def _section_of_lengths(depths: Mapping[str, Mapping[str, Metrics]]) -> Section:
 
 def plot_lossy(compared: Comparison, right: Mapping[str, int], path: Path) -> None:
     """Draws the share of right records of every way to decode by its speed."""
-    check_plots()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    # Text stays text: the file is smaller.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": PLOT}):
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
-        axes = figure.subplots()
+    with drawing(path) as axes:
         for row in compared.rows:
             share = right[row.name] / len(row.samples)
             axes.plot(row.overall.speedup, share, "o" if row.lossless else "x", label=row.name)
         axes.set(xlabel="times as fast as stepwise decoding", ylabel="share of records right")
-        axes.legend(fontsize="small")
-        figure.savefig(path, metadata={"Date": None})
+
+
+def plot_depths(depths: Mapping[str, Mapping[str, Metrics]], path: Path) -> None:
+    """Draws acceptance by the place in the draft, of places that enough drafts came to."""
+    with drawing(path) as axes:
+        for (prompts, found), style in zip(depths.items(), ("-", ":"), strict=True):
+            for name, metrics in found.items():
+                reached = _reached(metrics)
+                places = [
+                    place
+                    for place in range(1, len(reached))
+                    if reached[place - 1] >= _FEWEST_DRAFTS
+                ]
+                shares = [reached[place] / reached[place - 1] for place in places]
+                axes.plot(places, shares, style, label=f"{name}, {prompts}")
+        axes.set(xlabel="place in the draft", ylabel="accepted there, if all before it were")
 
 
 def _section_of_filling(

@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.edits import EDITS, NUM_ROWS
 from benchmarks.harness import measure
-from benchmarks.prompts import GSM8K
+from benchmarks.prompts import GSM8K, SuitePrompt
 from benchmarks.suites import SUITES, acceptance
 from benchmarks.suites.acceptance import (
+    ByKind,
     ChainFigures,
     Copied,
     Dictated,
@@ -26,6 +27,7 @@ from benchmarks.suites.acceptance import (
     decode_rows,
     judging_node_by_node,
     measure_chains,
+    measure_kinds,
     measure_rules,
     saved_at_equal_tau,
     verify_node_by_node,
@@ -89,6 +91,9 @@ def chain(length: int, threshold: float, tokens: int, drafted: int, accepted: in
 EARLY = [chain(16, 0.1, 40, 60, 30), chain(16, 0.3, 30, 30, 20), chain(16, 0.7, 20, 12, 10)]
 JUDGED = Judged("EAGLE-1", np.array([[10, 20], [10, 30]]), np.array([[10, 22], [10, 33]]), 0.1)
 
+TEN_PASSES = Counts(num_tokens=25, num_steps=10, num_nodes=20)
+KINDS = [ByKind("EAGLE-1", {"all": TEN_PASSES, "0 that repeat little": Counts()}, ())]
+
 
 @pytest.mark.parametrize(("gap", "agree"), [(1e-6, True), (0.5, False)])
 def test_rows_that_differ_by_more_than_a_tie_are_told(gap, agree):
@@ -99,15 +104,17 @@ def test_rows_that_differ_by_more_than_a_tie_are_told(gap, agree):
         Copied("GSM8K", "prompt lookup", other, "abc", (), 0.25),
         Copied("GSM8K", "suffix lookup", counts, "abc", found, 0.25),
     ]
-    page = acceptance_page("demo", [JUDGED], jobs, {"suffix lookup": counts}, EARLY, 0.3)
+    page = acceptance_page("demo", [JUDGED], KINDS, jobs, {"suffix lookup": counts}, EARLY, 0.3)
     assert page.agree is agree
     assert [section.title for section in page.sections if section.level == 2][1:] == [
         "Rules of verification at temperature 1",
+        "Kinds of prompts",
         "Copied drafts",
         "Copied drafts for a target that does what the edits ask for",
         "Drafts that end early",
     ]
-    _, rules, copied, answers, _, chains = page.sections
+    _, rules, kinds, copied, answers, _, chains = page.sections
+    assert kinds.rows == [["EAGLE-1", "2.50", "-", "0"]]
     assert rules.rows == [["EAGLE-1", "2.500", "2.750", "+10.0% [+10.0%, +10.0%]", "10.0%"]]
     assert copied.rows == [
         ["GSM8K", "prompt lookup", "2.50", "", "2.00", "`abc`", "0", "25.0%"],
@@ -126,7 +133,7 @@ def test_rows_that_differ_by_more_than_a_tie_are_told(gap, agree):
 
 def test_a_chain_that_differs_is_told():
     wrong = chain(4, 0.0, 25, 40, 15, divergences=(Divergence(0, 3, 1, 2, 0.5),))
-    page = acceptance_page("demo", [JUDGED], [], {}, [wrong], 0.3)
+    page = acceptance_page("demo", [JUDGED], KINDS, [], {}, [wrong], 0.3)
     assert not page.agree
     assert page.sections[-1].notes[0].startswith("DIFFERENT: draft model, fixed, 4, prompt 0")
 
@@ -141,9 +148,9 @@ def test_equal_tau_lies_between_two_thresholds():
 def test_a_fixed_chain_is_compared_with_its_own_drafter():
     others = [each._replace(drafter="EAGLE-1", num_accepted=1) for each in EARLY]
     fixed = [chain(4, 0.0, 35, 50, 25), chain(5, 0.0, 36, 50, 25), chain(8, 0.0, 50, 80, 40)]
-    page = acceptance_page("demo", [JUDGED], [], {}, [*others, *fixed, *EARLY], 0.3)
+    page = acceptance_page("demo", [JUDGED], KINDS, [], {}, [*others, *fixed, *EARLY], 0.3)
     # tau 3.5: 1.75 instead of 2; tau 5 is out of reach; chains of 5 are not compared.
-    assert page.sections[4].rows == [
+    assert page.sections[5].rows == [
         ["draft model", "4", "3.50", "2.00", "1.75", "-12%"],
         ["draft model", "8", "5.00", "2.00", "-", "-"],
     ]
@@ -177,6 +184,22 @@ def test_both_rules_are_measured(model, draft):
     assert not np.array_equal(found.by_node, found.by_path)
     low, high = found.gain_interval
     assert low <= found.gain <= high
+
+
+def test_each_kind_of_prompt_is_counted(model, draft):
+    asked = [("sums", "1 + 1"), ("texts", "one"), ("sums", "2")]
+    prompts = [SuitePrompt(*each) for each in asked]
+    config, drafters = GenerationConfig(8), {"draft model": DraftModel.of(draft, 3)}
+    (found,) = measure_kinds(model, prompts, drafters, config, lambda _: None)
+    assert found.divergences == ()
+    *kinds, little = found.counts
+    assert kinds == ["sums", "texts", "all"]
+    assert little.endswith(" that repeat little")
+    for kind in ("sums", "texts"):
+        texts = [each.text for each in prompts if each.category == kind]
+        counts = generate(model, texts, config, DraftModel.of(draft, 3)).metrics.counts
+        assert found.counts[kind].num_steps == counts.num_steps
+        assert found.counts[kind].num_tokens == counts.num_tokens
 
 
 def test_chains_are_counted_as_generate_counts_them(model, draft, monkeypatch):
@@ -217,9 +240,9 @@ def test_the_suite_is_measured(model, draft, head, data_folder, monkeypatch):
     suite = dataclasses.replace(SUITES["acceptance"], needs=(), max_new_tokens=8)
     page = measure("acceptance", suite, data_folder, 2, progress=False)
     assert page.agree
-    _, rules, copied, answers, saved, chains = page.sections
-    sizes = [len(section.rows) for section in (rules, copied, answers, saved, chains)]
-    assert sizes == [6, 5, 2, 3, 12]
+    _, rules, kinds, copied, answers, saved, chains = page.sections
+    sizes = [len(section.rows) for section in (rules, kinds, copied, answers, saved, chains)]
+    assert sizes == [6, 7, 5, 2, 3, 12]
     drafted = {row[1]: float(row[4]) for row in copied.rows}
     assert drafted["plain"] == 0 < drafted["EAGLE-1, searched tree"]
     json.dumps(page.as_dict(), allow_nan=False)
