@@ -1,7 +1,7 @@
 """Parts of the documentation site beyond mkdocs.yml.
 
 A hook of MkDocs: pages of results are a part of the site, the page of the command line is made of
-the help of its verbs, and links that leave `docs/` lead to the repository, whose address is
+the help of its commands, and links that leave `docs/` lead to the repository, whose address is
 `[project.urls]` in pyproject.toml. An extension of Griffe: examples
 are shown as code.
 """
@@ -38,7 +38,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def command_line() -> str:
-    """Returns a page with the help of every verb."""
+    """Returns a page with the help of every command."""
     os.environ["COLUMNS"] = "100"
     parts = ["# Command line\n"]
     for words in ((), *(command.words for command in COMMANDS)):

@@ -1,5 +1,6 @@
-"""The command line. `COMMANDS` lists the verbs; each verb has its own module."""
+"""The command line. `COMMANDS` lists the commands; each command has its own module."""
 
+import errno
 import importlib
 import io
 import os
@@ -18,13 +19,13 @@ from jaxspec.start import EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):
-    """A verb.
+    """A command of `jaxspec`.
 
     Attributes:
-        words: words of the verb, such as ("train", "lm").
-        summary: one line for the list of verbs.
+        words: words of the command, such as ("train", "lm").
+        summary: one line for the list of commands.
         module: module with `add_arguments(parser)` and `run(args) -> exit code`. It is imported
-            only when the verb is called.
+            only when the command is called.
         example: arguments of a command line for the help and for errors.
     """
 
@@ -85,9 +86,9 @@ GROUPS = {
     "tune": "fit drafting to a machine",
     "export": "write a model as a file for phones",
 }
-"""Summaries of the verbs that have sub-verbs."""
+"""Summaries of the commands that have subcommands."""
 _WITHOUT_SETTINGS = ("drafters", "serve", "info")
-"""Verbs that have no settings for `--verbose` to print."""
+"""Commands that have no settings for `--verbose` to print."""
 _ALSO = {
     **{command.words[-1]: " ".join(command.words) for command in COMMANDS},
     **dict.fromkeys(("run", "complete", "decode", "stream"), "generate"),
@@ -96,12 +97,16 @@ _ALSO = {
     **dict.fromkeys(("methods", "list", "ls"), "drafters"),
     **{"models": "info", "convert": "export", "litert": "export tflite"},
 }
-"""Words that are no verbs, and what to type for each."""
+"""Words that are no commands, and what to type for each."""
 
 
 _TOO_MUCH: dict[type[BaseException], str] = {
     RecursionError: "something lies within too many levels of other things; --debug shows where.",
     MemoryError: "the memory is not enough; take smaller files, models or requests.",
+}
+_ADVICE = {
+    errno.EACCES: "check the permissions of the file and of its folder",
+    errno.ENOSPC: "make room on its disk",
 }
 
 
@@ -148,10 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         said = _TOO_MUCH.get(type(error)) or str(error)
         if isinstance(error, OSError) and error.filename is not None:
-            said = (
-                f"{error.filename}: {error.strerror}; check the path, its permissions and the room "
-                "on its disk."
-            )
+            advice = _ADVICE.get(error.errno, "check the path")
+            said = f"{error.filename}: {error.strerror}; {advice}."
         print("jaxspec: error:", " ".join(said.split()), file=sys.stderr)
         return EXIT_ERROR
 
@@ -184,7 +187,7 @@ def command_line() -> NoReturn:
 
 
 def build_parser(argv: Sequence[str]) -> Parser:
-    """Builds the parser of all verbs; imports only the modules of those named in `argv`."""
+    """Builds the parser of all commands; imports only the modules of those named in `argv`."""
     description = str(jaxspec.__doc__).partition("\n")[0]
     parser = Parser(
         prog="jaxspec",
@@ -210,9 +213,9 @@ def build_parser(argv: Sequence[str]) -> Parser:
             inner = top.add_parser(heading, help=said, epilog=f"Example: {example}")
             inner.example = example
             inner.also = {
-                word: verb.removeprefix(f"{heading} ")
-                for word, verb in _ALSO.items()
-                if verb.startswith(f"{heading} ")
+                word: command.removeprefix(f"{heading} ")
+                for word, command in _ALSO.items()
+                if command.startswith(f"{heading} ")
             }
             groups[heading] = inner.add_subparsers(metavar="|".join(names), required=True)
         leaf = groups[heading].add_parser(name, help=command.summary, epilog=f"Example: {example}")

@@ -132,10 +132,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         model=args.model,
         prompts=f"{len(rows)} of {path}",
-        drafters={
-            name: repr(each) if model.is_diffusion else describe(each)
-            for name, each in drafters.items()
-        },
+        drafters={name: describe(each) for name, each in drafters.items()},
         config=config,
         seed=args.seed,
     )

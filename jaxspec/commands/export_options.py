@@ -1,4 +1,4 @@
-"""Flags that several sub-verbs of `jaxspec export` share, and their meaning."""
+"""Flags that several subcommands of `jaxspec export` share, and their meaning."""
 
 import argparse
 import time
@@ -58,7 +58,7 @@ def add_export_arguments(
     """Declares the model, the folder to write into, settings of files, and `flags`.
 
     Args:
-        parser: the parser of a sub-verb.
+        parser: the parser of a subcommand.
         flags: flags of `_FLAGS`.
         settings: fields of `ExportConfig`, besides the capacity, the sizes of prefill and the
             texts of calibration.

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 _ALIASES = {"--max-new-tokens": ("--max-tokens",)}
-"""Shorter spellings of flags, for all verbs."""
+"""Shorter spellings of flags, for all commands."""
 
 
 def add_flags(

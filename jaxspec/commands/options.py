@@ -1,4 +1,4 @@
-"""Flags that several verbs share, and the objects that they ask for."""
+"""Flags that several commands share, and the objects that they ask for."""
 
 import argparse
 import dataclasses
@@ -282,7 +282,7 @@ def add_drafter_argument(
     """Declares `--drafter`.
 
     Args:
-        parser: the parser of a verb.
+        parser: the parser of a command.
         repeatable: several may be given.
         every: "all" may be given.
         required: one must be given.

@@ -1,4 +1,4 @@
-"""The parser of every verb: places and flags for one argument, short errors, what was meant."""
+"""The parser of every command: places and flags for one argument, short errors, what was meant."""
 
 import argparse
 import re
@@ -12,10 +12,15 @@ from jaxspec.core.checks import meant, shown
 
 BY_FLAG = " by flag"
 """End of the name of a value that the flag of a place gives."""
-_ALSO: Mapping[str, str] = dict.fromkeys(
-    ("max-length", "n", "n-predict", "length", "num-tokens"), "--max-tokens"
+_ALSO: Mapping[str, Sequence[str]] = dict.fromkeys(
+    ("max-length", "n", "n-predict", "length", "num-tokens"), ("--max-tokens", "--sequence-length")
 )
-"""Flags of other programs, and what to type for each."""
+"""Flags of other programs, and flags that mean the same, of which a command has one at most."""
+_ELSEWHERE: Mapping[str, str] = {
+    "device": "JAX_PLATFORMS=cpu before the command",
+    **dict.fromkeys(("o", "output"), "> FILE"),
+}
+"""Flags of other programs that are no flags here, and what to type for each."""
 
 
 class Place(NamedTuple):
@@ -48,7 +53,7 @@ def add_place(
     """Declares an argument that `settle` takes from its place or from its flag.
 
     Args:
-        parser: the parser of a verb.
+        parser: the parser of a command.
         name: see `Place`.
         flags: spellings of the flag, the long one last.
         metavar: see `Place`.
@@ -67,7 +72,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
     """Gives the words of a command line to the arguments that no flag gives, in their order.
 
     Args:
-        parser: the parser of the verb; its `error` says what is wrong.
+        parser: the parser of the command; its `error` says what is wrong.
         args: what it has read, which is completed.
         rest: what it has not: words that stand behind a flag, and flags that it does not have.
             Behind "--" there are words only.
@@ -105,8 +110,8 @@ def _flag_meant(parser: argparse.ArgumentParser, word: str) -> str:
     name = word.partition("=")[0].strip("-").replace("_", "-")
     flags = [flag for action in parser._actions for flag in action.option_strings]
     instead = parser.get_default("instead") or (lambda name: None)
-    also = _ALSO.get(name)
-    known = None if f"--{name}" in flags else also if also in flags else instead(name)
+    also = next((flag for flag in _ALSO.get(name, ()) if flag in flags), None)
+    known = None if f"--{name}" in flags else also or instead(name) or _ELSEWHERE.get(name)
     if known:
         return f"; did you mean {known}?"
     names = [flag.removeprefix("--") for flag in flags]
@@ -117,15 +122,15 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors say what to type, in a few lines.
 
     Attributes:
-        example: a command line of this verb that runs.
-        also: words that are no choices of verbs, and what to type for each.
+        example: a command line of this command that runs.
+        also: words that are no choices of commands, and what to type for each.
     """
 
     example: str = ""
     also: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong, how the verb is used and an example; exits with 2."""
+        """Says what is wrong, how the command is used and an example; exits with 2."""
         message = re.sub(r"^argument (?=-)", "", message)
         lines = [f"jaxspec: error: {message}", self.format_usage().rstrip()]
         self.exit(2, "\n".join([*lines, f"example: {self.example}", ""]))
@@ -133,7 +138,7 @@ class Parser(argparse.ArgumentParser):
     def use_short_usage(self) -> None:
         """Names in the usage what must be given, what has a place, and no further flag.
 
-        The default `needed` names the values that the verb itself asks for.
+        The default `needed` names the values that the command itself asks for.
         """
         places: Sequence[Place] = self.get_default("places") or ()
         needed = {place.name for place in places if place.required}

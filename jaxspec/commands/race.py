@@ -17,12 +17,12 @@ from rich.text import Text
 from jaxspec.checkpoint import Model
 from jaxspec.commands.canvas import draw_canvas
 from jaxspec.commands.live import REFRESH_SECONDS, append_coloured
-from jaxspec.compilation import CompileClock
 from jaxspec.decoding.denoise import DenoiseStep, denoise_stream
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import PromptLike
 from jaxspec.decoding.result import GenerationResult
+from jaxspec.measure.denoising import DenoiseRunner
 from jaxspec.progress import progress_bar
 
 _SHOWN_SECONDS = 4.0
@@ -74,9 +74,8 @@ def record(
     """Decodes a prompt with every method, one after another, and records its steps.
 
     Each clock counts its own method's decoding only, prefill included. Every method first decodes
-    everything once, so that compiling is outside all clocks. A causal model decodes in one compiled
-    program, whose steps get equal shares of its time, the median of three runs. The steps of a
-    diffusion model run one by one, and each has its own time.
+    everything once, so that compiling is outside all clocks. A text is written by one compiled
+    program, whose steps get equal shares of its time, the median of three runs.
     """
     recorded = _canvas_recording if model.is_diffusion else _text_recording
     with progress_bar(len(methods)) as advance:
@@ -126,27 +125,20 @@ def _canvas_recording(
     name: str, model: Model, prompt: PromptLike, config: Any, method: Any
 ) -> Recording:
     """Records the text that the next step begins with, after each step."""
-    steps = denoise_stream(model, [prompt], config, method)
-    given, times = [], []
-    with CompileClock() as compiling:
-        start = time.perf_counter()
-        while True:
-            try:
-                (step,) = next(steps)
-            except StopIteration as ended:
-                (row,) = ended.value
-                break
-            times.append(time.perf_counter() - start - compiling.seconds)
-            given.append(step)
+    runner = DenoiseRunner(model, {name: method}, config)
+    runs = [runner.decode(name, prompt, seed=0) for _ in range(_TIMED_RUNS)]
+    seconds = float(np.median([run.seconds for run in runs]))
+    (row,) = runs[0].rows
+    given = [step for (step,) in denoise_stream(model, [prompt], config, method)]
     diffusion, recorded, kept = model.config.diffusion, [], 0
     assert diffusion is not None, "told apart before"
     mask = diffusion.mask_token_id
     ends = [*(step.tokens for step in given[1:]), row.tokens]
-    for number, (step, seconds, tokens) in enumerate(zip(given, times, ends, strict=True), start=1):
+    for number, (step, tokens) in enumerate(zip(given, ends, strict=True), start=1):
         kept += step.num_accepted
         counts = Counts(int(np.sum(tokens != mask)), number, num_from_draft=kept)
         canvas = draw_canvas(model.tokenizer, mask, DenoiseStep(tokens, step.drafts[:0], 0))
-        recorded.append(RecordedStep(counts, seconds, [], canvas))
+        recorded.append(RecordedStep(counts, seconds * number / len(given), [], canvas))
     return Recording(name, recorded)
 
 

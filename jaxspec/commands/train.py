@@ -1,4 +1,4 @@
-"""Shared parts of the verbs of `jaxspec train`: flags of settings and of text, and the run."""
+"""Shared parts of the commands of `jaxspec train`: flags of settings and of text, and the run."""
 
 import argparse
 import dataclasses
@@ -45,7 +45,7 @@ _COUNTS = {f"num_{name}": {"flag": f"--{name.replace('_', '-')}"} for name in _C
 
 @dataclasses.dataclass(frozen=True)
 class TrainVerb(Generic[Settings]):
-    """A verb of `jaxspec train`.
+    """A command of `jaxspec train`.
 
     Attributes:
         trainer: module and name of the trainer, which is imported when it runs: optax and Orbax

@@ -522,7 +522,8 @@ def prepare_denoising(
     held = 0 if plan.cache == "none" else plan.canvas_size
     shares = shares_of_memory(mesh, rows=True)
     dtype = model.network.dtype
-    check_cache_fits(model.config, dtype, held, len(encoded), shares, scored=plan.window)
+    scored = plan.window * plan.num_nodes
+    check_cache_fits(model.config, dtype, held, len(encoded), shares, scored=scored)
     rows = denoise_prompts(model, config, plan, encoded, temperature, seed)
     return DenoiseRequest(
         Params(model.network, ()), rows, plan, speculation, num_rows, model.tokenizer

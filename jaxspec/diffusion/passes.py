@@ -369,13 +369,11 @@ def read_blocks(
     )
 
     def of_canvases(entries: Array) -> Array:
-        both = jnp.concatenate([entries[blocks.firsts], entries[blocks.nexts]], axis=1)
-        return jnp.pad(both, [(0, 0), (0, plan.window - 2 * block)] + [(0, 0)] * (both.ndim - 2))
+        return jnp.concatenate([entries[blocks.firsts], entries[blocks.nexts]], axis=1)
 
     prediction = jax.tree.map(of_canvases, said._replace(start=()))
     is_read = jnp.stack([blocks.has_first, blocks.has_next], axis=1)
     is_read = jnp.repeat(is_read, block, axis=1)
-    is_read = jnp.pad(is_read, [(0, 0), (0, plan.window - 2 * block)])
     nodes = blocks.firsts.shape[0]
     prediction = prediction._replace(start=jnp.full(nodes, begin), known=prediction.known & is_read)
     layers = tuple(

@@ -255,7 +255,7 @@ class Deer(BlockSettings):
             warnings.warn(
                 f"block: drafts of {self.block} tokens show up to {num_masks} masks, but this "
                 f"drafter was trained on masked ends of up to {diffusion.window}; it will guess "
-                "later tokens badly.",
+                f"later tokens badly. Give block at most {max(1, diffusion.window - behind)}.",
                 stacklevel=2,
             )
 

@@ -95,9 +95,12 @@ def _passes_tests(entry: Entry, text: str) -> bool:
 
 def _passes_check(entry: Entry, text: str) -> bool:
     # The prompt holds imports and helpers too; a whole function of the same name replaces its own.
-    fenced = code_in(text, entry["entry_point"])
-    whole = cut_before(text, _AFTER_BODY) if fenced is None else f"    pass\n\n{fenced}"
-    return passes(f"{entry['prompt']}{whole}\n{entry['test']}\ncheck({entry['entry_point']})\n")
+    name = entry["entry_point"]
+    whole = code_in(text, name)
+    if whole is None and re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+        whole = cut_before(text, _AFTER_CODE)
+    body = cut_before(text, _AFTER_BODY) if whole is None else f"    pass\n\n{whole}"
+    return passes(f"{entry['prompt']}{body}\n{entry['test']}\ncheck({name})\n")
 
 
 def _with_tests(entry: Entry) -> str:

@@ -13,7 +13,7 @@ from jaxspec.commands import parser as parsing
 from jaxspec.commands.options import DRAFTERS, drafter_spec, settings_of
 
 MISTAKES = {
-    # verbs
+    # commands
     "generat demo hi": "did you mean generate?",
     "benchmark demo prompts.jsonl": "did you mean bench?",
     "chat demo": "did you mean generate MODEL --chat?",
@@ -51,8 +51,8 @@ MISTAKES = {
     "generate demo hi --max-length 9": "did you mean --max-tokens?",
     "generate demo hi --tokens 9": "did you mean --max-tokens?",
     "generate demo hi -n 9": "did you mean --max-tokens?",
-    "generate demo hi --device cpu": "unknown flag --device\n",
-    "train lm --out x --max-length 9": "unknown flag --max-length\n",
+    "generate demo hi --device cpu": "did you mean JAX_PLATFORMS=cpu before the command?",
+    "train lm --out x --max-length 9": "did you mean --sequence-length?",
     "generate demo hi --temperature warm": "--temperature: invalid float value: 'warm'",
     f"generate demo hi --max-new-tokens {'9' * 5000}": f"invalid int value: '{'9' * 76}...\n",
     "batch a b -m demo --batch-size ²": "must be auto or a number from 1 to 999999999, got '²'",
@@ -63,9 +63,9 @@ MISTAKES = {
     "generate demo hi --eagle demo-eagle": "--drafter eagle:head=demo-eagle",
     "generate demo hi --num-speculative-tokens 3": "--drafter lookup:num_speculative_tokens=...",
     "info -v": "unknown flag -v\n",
-    "generate demo hi -o x": "unknown flag -o\n",
+    "generate demo hi -o x": "did you mean > FILE?",
     "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
-    "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
+    "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file or directory; check the path.",
     "bench demo prompts.jsonl --task gsm": "did you mean gsm8k?",
     "generate demo --top-q 3 -- -hello": "unknown flag --top-q; did you mean --top-",
     "generate demo --seed 3 -- -hello -you": "too many words: '-you'",
@@ -149,7 +149,7 @@ def test_the_command_lines_of_documents_are_read(page):
 
 
 @pytest.mark.parametrize(
-    ("verb", "usage"),
+    ("command", "usage"),
     [
         ("generate", "MODEL [PROMPT]"),
         ("batch", "IN.jsonl[.gz] OUT.jsonl --model MODEL"),
@@ -160,12 +160,12 @@ def test_the_command_lines_of_documents_are_read(page):
         ("tune tree", "[MODEL] [PROMPTS.jsonl[.gz]] --profile FILE"),
     ],
 )
-def test_the_usage_shows_what_must_be_given(capsys, monkeypatch, verb, usage):
+def test_the_usage_shows_what_must_be_given(capsys, monkeypatch, command, usage):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main([*verb.split(), "--help"])
+        main([*command.split(), "--help"])
     shown = capsys.readouterr().out.partition("\n")[0]
-    assert shown == f"usage: jaxspec {verb} {usage} [flags]"
+    assert shown == f"usage: jaxspec {command} {usage} [flags]"
 
 
 def test_a_bare_call_prints_help(capsys):

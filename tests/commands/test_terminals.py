@@ -202,10 +202,10 @@ def test_busy_work_lets_other_threads_run():
     assert (time.monotonic() - start) * 10_000 > 60
 
 
-@pytest.mark.parametrize("verb", ["--help", "info", "drafters eagle", "generat", "demo --help"])
-def test_a_closed_pipe_is_quiet(verb):
+@pytest.mark.parametrize("words", ["--help", "info", "drafters eagle", "generat", "demo --help"])
+def test_a_closed_pipe_is_quiet(words):
     """Standard output is closed, then both streams; `true` reads nothing."""
-    command = f"sleep 0.1; '{sys.executable}' -m jaxspec {verb}"
+    command = f"sleep 0.1; '{sys.executable}' -m jaxspec {words}"
     for pipe in ("|", "2>&1 |"):
         done = subprocess.run(
             ["bash", "-c", f"({command}) {pipe} true; echo ${{PIPESTATUS[0]}}"],

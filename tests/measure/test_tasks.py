@@ -63,6 +63,8 @@ def test_the_number_of_an_answer(text, answer):
         ("humaneval", HUMANEVAL, "    return a + b\n```\nThis adds.", True),
         ("humaneval", HUMANEVAL, "```\nadd(1, 2)\n```\n", False),
         ("humaneval", HUMANEVAL, "    return a - b\n", False),
+        ("humaneval", HUMANEVAL, f"\nimport math\n\n{RIGHT}\nprint(add(1))\n", True),
+        ("humaneval", HUMANEVAL, "\n" + RIGHT.replace("+", "-"), False),
     ],
 )
 def test_answers_are_judged(name, entry, text, right):
@@ -80,10 +82,10 @@ def test_answers_are_judged(name, entry, text, right):
         "import os; os.system('true')",
         "import subprocess; subprocess.run(['true'])",
         "import multiprocessing as m; m.Process(target=print).start()",
-        "import socket; socket.socket().connect(('127.0.0.1', 9))",
+        "import socket; socket.socket()",
         "try:\n    open('file', 'w')\nexcept BaseException: pass",
-        "x = [0] * 10 ** 10",
-        "import ctypes; ctypes.string_at(0)",
+        "x = bytearray(2 << 30)",
+        "import ctypes; ctypes.CDLL(None)",
         "def f(): f()\nf()",
         "raise SystemExit",
         "assert False",
@@ -91,9 +93,15 @@ def test_answers_are_judged(name, entry, text, right):
     ],
 )
 def test_a_program_that_does_not_end_well_is_wrong(program):
-    began = time.monotonic()
     assert not passes(program, seconds=1.0)
-    assert time.monotonic() - began < 12
+
+
+def test_a_program_ends_in_time_by_itself(monkeypatch):
+    """Its own clock ends it, long before the process that waits for it would."""
+    monkeypatch.setattr("jaxspec.measure.judge._GRACE", 60.0)
+    began = time.monotonic()
+    assert not passes("import time; time.sleep(60)", seconds=1.0)
+    assert time.monotonic() - began < 40
 
 
 def test_nothing_is_left_behind(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -222,11 +223,33 @@ def drafted(network, tokens, length, block):
     recent = Recent(jnp.zeros(block, jnp.int32), nothing[:, :0], nothing, jnp.int32(0))
     warp, cache = Warp(temperature=jnp.float32(1.0)), network.empty_cache(1)
     context = Context(tokens, length, jnp.int32(60), jnp.array([-1]), warp, cache, recent)
-    method, pair = Deer(block, cache="none"), Params(network, network)
+    separator = network.config.masking.separator
+    method = Deer(block, cache="none", sep_token_id=separator)
+    pair = Params(network, network)
     places = jnp.arange(len(tokens))
     read = network.forward(tokens, places, causal(len(tokens)), None)
     state = method.init(pair, read, context)
     return method.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
+
+
+@pytest.mark.parametrize(("shift", "block"), product([False, True], [None, 4]))
+@pytest.mark.parametrize("objective", [partial(Continuation, hide="suffix"), Refinement])
+def test_a_hidden_end_is_predicted_as_it_is_drafted(objective, shift, block):
+    """The canvas is the same: with a separator behind the masks, or with whole blocks of them."""
+    network = drafter(shift, block)
+    row = one_row(prompt_size=6, answer_size=18, length=24)
+    predict = jax.jit(partial(deer._predict, network, objective(network.config, longest=5)))
+    text, sizes = jnp.pad(row.tokens, (0, 16)), set()
+    for seed in range(12):
+        cut, logits = predict(row, jax.random.key(seed))
+        if block is None and SEP_ID not in cut.tokens:
+            continue  # a whole answer: nothing of it was cut
+        tail = np.flatnonzero(np.asarray(cut.masked.hidden))
+        sizes.add(len(tail))
+        said = jax.nn.log_softmax(logits.at[:, MASK_ID].set(-jnp.inf))
+        laws = drafted(network, text, jnp.int32(tail[0]), len(tail))
+        np.testing.assert_allclose(said[tail], laws, atol=1e-4)
+    assert len(sizes) > 1
 
 
 def ends_of(cut, firsts):

@@ -153,7 +153,6 @@ def assert_same_text(folder, drafter) -> None:
     plain = jaxspec.generate(model, "3 and 4", config)
     fast = jaxspec.generate(model, "3 and 4", config, drafter)
     assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
-    assert fast.metrics.num_verify_steps <= plain.metrics.num_verify_steps
 
 
 def test_an_eagle_head_is_trained(target):

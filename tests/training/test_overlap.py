@@ -316,7 +316,7 @@ def test_a_run_has_one_loss_and_says_so(name, folder):
 
 
 @pytest.mark.parametrize(
-    ("verb", "flags"),
+    ("command", "flags"),
     [
         (train_lm, ["--teacher", "t"]),
         (train_eagle, ["--target", "t"]),
@@ -324,21 +324,21 @@ def test_a_run_has_one_loss_and_says_so(name, folder):
         (train_deer, ["--target", "t", "--start-from", "d", "--stage", "2"]),
     ],
 )
-def test_one_flag_says_it_to_every_trainer(verb, flags, capsys):
+def test_one_flag_says_it_to_every_trainer(command, flags, capsys):
     parser = argparse.ArgumentParser()
-    verb.add_arguments(parser)
+    command.add_arguments(parser)
     flags = ["--out", "x", "--data", "notes=notes.txt", *flags]
-    assert verb.settings_from_arguments(parser.parse_args(flags)).loss == "cross-entropy"
+    assert command.settings_from_arguments(parser.parse_args(flags)).loss == "cross-entropy"
     for loss in LOSSES:
         args = parser.parse_args([*flags, "--loss", loss])
-        assert verb.settings_from_arguments(args).loss == loss
+        assert command.settings_from_arguments(args).loss == loss
     with pytest.raises(SystemExit):
         parser.parse_args([*flags, "--loss", "total"])
     assert "--loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("verb", "flags", "message"),
+    ("command", "flags", "message"),
     [
         (train_lm, [], "name one (--teacher FOLDER), or leave it out"),
         (
@@ -348,11 +348,11 @@ def test_one_flag_says_it_to_every_trainer(verb, flags, capsys):
         ),
     ],
 )
-def test_text_alone_has_no_law_to_match(verb, flags, message):
+def test_text_alone_has_no_law_to_match(command, flags, message):
     parser = argparse.ArgumentParser()
-    verb.add_arguments(parser)
+    command.add_arguments(parser)
     args = parser.parse_args(
         ["--out", "x", "--data", "notes=notes.txt", "--loss", "overlap", *flags]
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        verb.settings_from_arguments(args)
+        command.settings_from_arguments(args)
