@@ -4,10 +4,8 @@ Pictures are stored with few colours. Progress and warnings are left out.
 """
 
 import base64
-import hashlib
 import io
 import sys
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -33,15 +31,8 @@ def store_outputs(path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [small(each) for each in cell.outputs if each.get("name") != "stderr"]
-    # Without what the kernel says of itself.
-    notebook.metadata = metadata | {"made_from": digest_of_code(notebook.cells)}
+    notebook.metadata = metadata  # without what the kernel says of itself
     nbformat.write(notebook, path)
-
-
-def digest_of_code(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of the code of a notebook, whose outputs are of that code."""
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return hashlib.sha256("\0".join(code).encode()).hexdigest()
 
 
 def small(output: Any) -> Any:

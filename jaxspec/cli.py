@@ -104,7 +104,7 @@ _TOO_MUCH: dict[type[BaseException], str] = {
     RecursionError: "something lies within too many levels of other things; --debug shows where.",
     MemoryError: "the memory is not enough; take smaller files, models or requests.",
 }
-_ADVICE = {
+_ADVICE: dict[int | None, str] = {
     errno.EACCES: "check the permissions of the file and of its folder",
     errno.ENOSPC: "make room on its disk",
 }

@@ -334,6 +334,7 @@ class Tokenizer {
                steps[1].word("content") == SPACE,
            "this normalizer next to byte_fallback");
     demand(file.empty("pre_tokenizer"), "a pre_tokenizer next to byte_fallback");
+    demand(!file.at("model", Json::Object).flag("ignore_merges"), "ignore_merges next to it");
     std::string decoder;
     for (const Json& step : file.at("decoder", Json::Object).at("decoders", Json::List).list)
       decoder += step.word("type") + " ";

@@ -12,12 +12,14 @@ from jaxspec.core.checks import meant, shown
 
 BY_FLAG = " by flag"
 """End of the name of a value that the flag of a place gives."""
-_ALSO: Mapping[str, Sequence[str]] = dict.fromkeys(
-    ("max-length", "n", "n-predict", "length", "num-tokens"), ("--max-tokens", "--sequence-length")
-)
+_LENGTH = ("max-length", "n", "n-predict", "length", "num-tokens")
+_ALSO: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(_LENGTH, ("--max-tokens", "--sequence-length")),
+    **dict.fromkeys(("o", "output"), ("--out", "--json")),
+}
 """Flags of other programs, and flags that mean the same, of which a command has one at most."""
 _ELSEWHERE: Mapping[str, str] = {
-    "device": "JAX_PLATFORMS=cpu before the command",
+    "device": "JAX_PLATFORMS=cpu (cuda, tpu) before the command",
     **dict.fromkeys(("o", "output"), "> FILE"),
 }
 """Flags of other programs that are no flags here, and what to type for each."""

@@ -129,7 +129,8 @@ def _canvas_recording(
     runs = [runner.decode(name, prompt, seed=0) for _ in range(_TIMED_RUNS)]
     seconds = float(np.median([run.seconds for run in runs]))
     (row,) = runs[0].rows
-    given = [step for (step,) in denoise_stream(model, [prompt], config, method)]
+    stream = denoise_stream(model, [prompt], config, method)
+    given = [step for (step,) in stream if step is not None]
     diffusion, recorded, kept = model.config.diffusion, [], 0
     assert diffusion is not None, "told apart before"
     mask = diffusion.mask_token_id

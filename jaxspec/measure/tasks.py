@@ -97,7 +97,9 @@ def _passes_check(entry: Entry, text: str) -> bool:
     # The prompt holds imports and helpers too; a whole function of the same name replaces its own.
     name = entry["entry_point"]
     whole = code_in(text, name)
-    if whole is None and re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE):
+    begins_with_body = text.lstrip("\r\n")[:1].isspace()
+    defined = re.search(rf"^def {re.escape(name)}\b", text, re.MULTILINE)
+    if whole is None and defined and not begins_with_body:
         whole = cut_before(text, _AFTER_CODE)
     body = cut_before(text, _AFTER_BODY) if whole is None else f"    pass\n\n{whole}"
     return passes(f"{entry['prompt']}{body}\n{entry['test']}\ncheck({name})\n")

@@ -63,6 +63,7 @@ def test_the_number_of_an_answer(text, answer):
         ("humaneval", HUMANEVAL, "    return a + b\n```\nThis adds.", True),
         ("humaneval", HUMANEVAL, "```\nadd(1, 2)\n```\n", False),
         ("humaneval", HUMANEVAL, "    return a - b\n", False),
+        ("humaneval", HUMANEVAL, '    return a + b\n\n\ndef add(a, b):\n    """Retu', True),
         ("humaneval", HUMANEVAL, f"\nimport math\n\n{RIGHT}\nprint(add(1))\n", True),
         ("humaneval", HUMANEVAL, "\n" + RIGHT.replace("+", "-"), False),
     ],

@@ -49,17 +49,18 @@ class Tokenizer(file: File) {
 
     /** Llama 2's: a space before the text, spaces as U+2581, no splits, and the reverse in decoding. */
     private fun demandCharacters(described: JSONObject) {
-        val steps = described.getJSONObject("normalizer").optJSONArray("normalizers") ?: JSONArray()
+        val steps = described.optJSONObject("normalizer")?.optJSONArray("normalizers") ?: JSONArray()
         val first = steps.optJSONObject(0) ?: JSONObject()
         val second = steps.optJSONObject(1) ?: JSONObject()
         demand(
             steps.length() == 2 && first.optString("type") == "Prepend" && first.optString("prepend") == SPACE &&
-                second.optString("type") == "Replace" && second.getJSONObject("pattern").optString("String") == " " &&
+                second.optString("type") == "Replace" && second.optJSONObject("pattern")?.optString("String") == " " &&
                 second.optString("content") == SPACE,
             "this normalizer next to byte_fallback",
         )
         demand(described.isNull("pre_tokenizer"), "a pre_tokenizer next to byte_fallback")
-        val decoders = described.getJSONObject("decoder").optJSONArray("decoders") ?: JSONArray()
+        demand(!described.getJSONObject("model").optBoolean("ignore_merges"), "ignore_merges next to byte_fallback")
+        val decoders = described.optJSONObject("decoder")?.optJSONArray("decoders") ?: JSONArray()
         val names = (0 until decoders.length()).map { decoders.getJSONObject(it).getString("type") }
         demand(names == listOf("Replace", "ByteFallback", "Fuse", "Strip"), "this decoder next to byte_fallback")
     }
