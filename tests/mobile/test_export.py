@@ -547,6 +547,17 @@ def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
             assert drawn.tokens.tolist() == text
 
 
+def test_a_text_is_read_anew_after_other_calls(exported, expected):
+    """Calls of a host's own leave another text in the caches than that of the last stream."""
+    for between in (
+        lambda: exported.prefill(PROMPTS[1]),
+        lambda: exported.call("decode", pending=[1], length=[0]),
+    ):
+        assert exported.generate(PROMPTS[0], NUM_NEW, ()).tokens.tolist() == expected[0]
+        between()
+        assert exported.generate(PROMPTS[0], NUM_NEW, ()).tokens.tolist() == expected[0]
+
+
 def test_the_manifest_says_what_the_file_is(exported, path):
     manifest = exported.manifest
     assert manifest == read_manifest(path) == read_manifest(path.parent)

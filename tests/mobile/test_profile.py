@@ -179,8 +179,10 @@ def test_a_graph_that_the_gpu_takes_in_part_is_not_timed(kit, tmp_path):
             text=True,
             check=False,
         )
-        for backend in ("cpu", "gpu")
+        for backend in ("cpu", "gpu", "GPU")
     }
+    assert done["GPU"].returncode == 2
+    assert done["GPU"].stderr == "measure.sh: backend must be cpu or gpu, got GPU.\n"
     assert done["cpu"].returncode == 0
     assert done["gpu"].returncode == 1
     assert done["gpu"].stdout.endswith("jaxspec signature: decode\nrefused\n")
