@@ -1,9 +1,11 @@
 """Runs notebooks and stores their outputs, made small: `python .ci/notebooks.py [NOTEBOOK ...]`.
 
-Pictures are stored with few colours. Progress and warnings are left out.
+Pictures are stored small and with few colours. Progress, warnings and the plain form of HTML are
+left out. The notebook keeps a digest of the code that made its outputs.
 """
 
 import base64
+import hashlib
 import io
 import sys
 from copy import deepcopy
@@ -15,7 +17,7 @@ import nbformat
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-_COLOURS = 16
+_COLOURS, _PIXELS = 16, 900
 _SECONDS = 1200
 
 
@@ -31,19 +33,23 @@ def store_outputs(path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [small(each) for each in cell.outputs if each.get("name") != "stderr"]
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     notebook.metadata = metadata  # without what the kernel says of itself
+    notebook.metadata["code"] = hashlib.sha256("\n".join(code).encode()).hexdigest()
     nbformat.write(notebook, path)
 
 
 def small(output: Any) -> Any:
-    """Returns an output with a picture of few colours, in place of the text that describes it."""
+    """Returns an output in one form: a picture of few colours, HTML, or text."""
     data = output.get("data", {})
+    if "image/png" in data or "text/html" in data:
+        data.pop("text/plain", None)
     if "image/png" in data:
         picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
+        picture.thumbnail((_PIXELS, _PIXELS))
         written = io.BytesIO()
         picture.quantize(_COLOURS).save(written, "png", optimize=True)
         data["image/png"] = base64.b64encode(written.getvalue()).decode()
-        data.pop("text/plain", None)
     return output
 
 

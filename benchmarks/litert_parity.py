@@ -185,7 +185,8 @@ def loops_of(manifest: Manifest) -> dict[str, LoopOf]:
 
     Where drafts end by a threshold, `step` drafts whole chains: `step_exit` ends them as JAX does.
     """
-    loops: dict[str, LoopOf] = {"decode": Plain, "draft, verify, commit": verify_drafts}
+    drafted = "draft_1, accept" if manifest.sizes("accept") else "draft, verify, commit"
+    loops: dict[str, LoopOf] = {"decode": Plain, drafted: verify_drafts}
     for signature in ("step_exit", "step"):
         if signature in manifest.signatures:
             loops[signature] = partial(Steps, signature=signature)

@@ -24,6 +24,7 @@ from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.mobile.drafts import Caller, Draft
 from jaxspec.mobile.filling import fill_in
 from jaxspec.mobile.loops import (
+    ChainsAccepted,
     HostAcceptance,
     Loop,
     LoopOf,
@@ -189,6 +190,7 @@ class FileMethod(NamedTuple):
         file: name of the target's file.
         nodes: draft tokens of a round, the root EXCLUDED.
         draft: makes what drafts for the file; `None` if the file decides by itself.
+        accepts: with `draft`: chains are accepted by the file's `accept_N`, not by the host.
         steps: rounds are whole steps of the file; otherwise, without `draft`, token by token.
         signature: of these steps; `None`: `step`, or `step_block_N`.
     """
@@ -196,6 +198,7 @@ class FileMethod(NamedTuple):
     file: str
     nodes: int = 0
     draft: Callable[[Caller], Draft] | None = None
+    accepts: bool = False
     steps: bool = False
     signature: str | None = None
 
@@ -246,6 +249,8 @@ class _Watch:
         def loop(model: Caller, acceptance: HostAcceptance) -> Loop:
             if method.draft is not None:
                 draft = _TimedDraft(method.draft(model), self)
+                if method.accepts:
+                    return _TimedLoop(ChainsAccepted(model, draft), self)
                 return _TimedLoop(Verified(model, draft, acceptance), self)
             inner = whole_steps if method.steps else Plain
             if method.signature is not None:

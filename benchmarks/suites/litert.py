@@ -460,7 +460,7 @@ def _measure_skips(run: SuiteRun) -> Page:
             methods[f"{label}: step"] = FileMethod(label, steps=True)
         if count in ENDED_EARLY:
             methods[f"{label}: step_exit"] = FileMethod(label, signature="step_exit")
-            methods[f"{label}: draft_1, verify, commit"] = FileMethod(label, draft=ExitDraft)
+            methods[f"{label}: draft_1, accept"] = FileMethod(label, draft=ExitDraft, accepts=True)
     others: dict[str, DrafterLike] = {
         DRAFT: DraftModel.of(load(DRAFT), 3),
         "token recycling": TokenRecycling(),
@@ -470,7 +470,8 @@ def _measure_skips(run: SuiteRun) -> Page:
     text = (
         f"Drafters without a head. Without the layers of {SKIPS}, the target drafts for itself: "
         "`step` drafts the full length; `step_exit` makes as many passes, but ends drafts by the "
-        "adaptive threshold (Draft & Verify); with `draft_1` the host does so and saves passes."
+        "adaptive threshold (Draft & Verify); with `draft_1` the host does so and saves passes. "
+        "`accept_N` verifies and commits its drafts."
     )
     return _measure_drafters(
         run, drafters | others, methods, SKIP_QUANTIZATIONS, text, check_gpu_ops=False

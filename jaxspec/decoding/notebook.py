@@ -52,10 +52,10 @@ class _Look(NamedTuple):
     tint: str
 
 
-_ACCEPTED = _Look("#cfe6f8", "#0072b2", "#06283d", "", 2.5, "rgba(0,114,178,.27)")
-_OWN = _Look("#fdebc8", "#d98200", "#3d2600", "2 3", 2.0, "rgba(230,159,0,.27)")
-_REJECTED = _Look("#f4f4f4", "#8a8a8a", "#333333", "", 1.0, "")
-_UNUSED = _Look("#e4e4e4", "#b5b5b5", "#8a8a8a", "5 4", 1.0, "")
+_ACCEPTED = _Look("#cfe6f8", "#0072b2", "#06283d", "", 2.5, "#0072b245")
+_OWN = _Look("#fdebc8", "#d98200", "#3d2600", "2 3", 2, "#e69f0045")
+_REJECTED = _Look("#f4f4f4", "#8a8a8a", "#333333", "", 1, "")
+_UNUSED = _Look("#e4e4e4", "#b5b5b5", "#8a8a8a", "5 4", 1, "")
 _ROOT = _Look("#dcdcdc", "#555555", "#111111", "", 1.5, "")
 
 
@@ -259,32 +259,34 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
     x = [lefts[depth] for depth in depths]
     y = [_MARGIN + row * _ROW + _BOX / 2 for row in rows]
 
-    parts = []
-    # Heavier lines last: edges of siblings share a stretch.
-    for node in sorted(range(1, len(nodes)), key=lambda node: nodes[node].look.width):
+    edges: dict[_Look, str] = {}
+    for node in range(1, len(nodes)):
         parent = parents[node]
         start, middle = x[parent] + sizes[parent], x[node] - _GAP / 2
         look = nodes[node].look
-        parts.append(
-            f'<path d="M{start:.1f} {y[parent]:.1f}H{middle:.1f}V{y[node]:.1f}H{x[node]:.1f}" '
-            f'fill="none" stroke="{look.line}" stroke-width="{look.width}"{_dashed(look)}/>'
-        )
-    for node, size, left, centre in zip(nodes, sizes, x, y, strict=True):
-        parts.append(_box(node, left, centre, size))
+        edge = f"M{start:.0f} {y[parent]:.0f}H{middle:.0f}V{y[node]:.0f}H{x[node]:.0f}"
+        edges[look] = edges.get(look, "") + edge
+    # Heavier lines last: edges of siblings share a stretch.
+    paths = [
+        f'<path d="{edges[look]}" fill="none" {_line(look)}/>'
+        for look in sorted(edges, key=lambda look: look.width)
+    ]
+    boxes = [_Box(*box) for box in zip(nodes, sizes, x, y, strict=True)]
     width = lefts[-1] + columns[-1] + _MARGIN
     height = _MARGIN * 2 + (max(rows) + 1) * _ROW
     if legend:
         left, centre = float(_MARGIN), height + _BOX / 2 + 4
         for name, look in legend.items():
             size = _CHARACTER * len(name) + 14
-            parts.append(_box(_Node(name, "", name, look), left, centre, size))
+            boxes.append(_Box(_Node(name, "", name, look), size, left, centre))
             left += size + 8
         width, height = max(width, left), centre + _BOX / 2 + _MARGIN
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
-        f'font-family="DejaVu Sans Mono,Menlo,Consolas,monospace" font-size="12">'
-        f"<title>A draft tree of {len(parents)} nodes</title>{''.join(parts)}</svg>"
+        f'font-family="DejaVu Sans Mono,Menlo,Consolas,monospace" font-size="12" '
+        f'xml:space="preserve"><title>A draft tree of {len(parents)} nodes</title>'
+        f"{''.join(paths)}{_boxes(boxes)}</svg>"
     )
 
 
@@ -306,26 +308,41 @@ def _leaf_rows(children: Sequence[Sequence[int]]) -> list[float]:
     return rows
 
 
-def _box(node: _Node, left: float, centre: float, size: float) -> str:
-    look = node.look
-    detail = ""
-    if node.detail:
-        detail = (
-            f'<text x="{left + size - 7:.1f}" y="{centre + 4:.1f}" text-anchor="end" '
-            f'fill="{look.text}" font-size="10" opacity=".7">{_escape(node.detail)}</text>'
+class _Box(NamedTuple):
+    """A node and where its box stands."""
+
+    node: _Node
+    size: float
+    left: float
+    centre: float
+
+
+def _boxes(boxes: Sequence[_Box]) -> str:
+    """Draws boxes, then their texts; those of one look share its attributes."""
+    shapes: dict[_Look, str] = {}
+    texts: dict[_Look, str] = {}
+    for node, size, left, centre in boxes:
+        look, base = node.look, f'y="{centre + 4:.0f}"'
+        shapes[look] = shapes.get(look, "") + (
+            f'<rect x="{left:.0f}" y="{centre - _BOX / 2:.0f}" width="{size:.0f}" height="{_BOX}" '
+            f'rx="4"><title>{_escape(node.title)}</title></rect>'
         )
-    return (
-        f"<g><title>{_escape(node.title)}</title>"
-        f'<rect x="{left:.1f}" y="{centre - _BOX / 2:.1f}" width="{size:.1f}" height="{_BOX}" '
-        f'rx="4" fill="{look.fill}" stroke="{look.line}" stroke-width="{look.width}"'
-        f"{_dashed(look)}/>"
-        f'<text x="{left + 7:.1f}" y="{centre + 4:.1f}" fill="{look.text}" '
-        f'xml:space="preserve">{_escape(node.label)}</text>{detail}</g>'
-    )
+        texts[look] = texts.get(look, "") + (
+            f'<text x="{left + 7:.0f}" {base}>{_escape(node.label)}</text>'
+        )
+        if node.detail:
+            texts[look] += (
+                f'<text x="{left + size - 7:.0f}" {base} text-anchor="end" font-size="10" '
+                f'opacity=".7">{_escape(node.detail)}</text>'
+            )
+    drawn = [f'<g fill="{look.fill}" {_line(look)}>{shapes[look]}</g>' for look in shapes]
+    written = [f'<g fill="{look.text}">{texts[look]}</g>' for look in texts]
+    return f'{"".join(drawn)}<g pointer-events="none">{"".join(written)}</g>'
 
 
-def _dashed(look: _Look) -> str:
-    return f' stroke-dasharray="{look.dash}"' if look.dash else ""
+def _line(look: _Look) -> str:
+    dash = f' stroke-dasharray="{look.dash}"' if look.dash else ""
+    return f'stroke="{look.line}" stroke-width="{look.width}"{dash}'
 
 
 def _kept_path(step: "TraceStep") -> list[int]:
@@ -438,10 +455,7 @@ def _running_text(text: str) -> str:
 
 def _token_style(drafted: bool) -> str:
     look, line = (_ACCEPTED, "solid") if drafted else (_OWN, "dotted")
-    return (
-        f"background:{look.tint};border-bottom:2px {line} {look.line};"
-        "border-radius:3px;margin-right:1px"
-    )
+    return f"background:{look.tint};border-bottom:2px {line} {look.line};margin-right:1px"
 
 
 def _token_span(text: str, drafted: bool, title: str) -> str:

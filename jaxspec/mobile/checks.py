@@ -22,6 +22,7 @@ from jaxspec.mobile.drafts import (
 )
 from jaxspec.mobile.filling import fill_in
 from jaxspec.mobile.loops import (
+    ChainsAccepted,
     HostAcceptance,
     LoopOf,
     Plain,
@@ -146,7 +147,9 @@ def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -
         ways[name] = decoding(count, partial(Steps, signature=name))
     if "step_exit" in manifest.signatures:
         ways["step_exit"] = decoding(count, partial(Steps, signature="step_exit"))
-        ways["draft_1, verify, commit"] = decoding(count, verify_drafts)
+        ways["draft_1, accept"] = decoding(count, verify_drafts)
+    for size in manifest.sizes("accept"):
+        ways[f"accept_{size}"] = decoding(count, partial(_known_chains, texts, size))
     if "draft" in manifest.signatures:
         ways["draft, verify, commit"] = decoding(count, verify_drafts)
     if manifest.sizes("step_block"):
@@ -174,6 +177,13 @@ def _known(
     texts: Sequence[Sequence[int]], size: int, model: Caller, acceptance: HostAcceptance
 ) -> Verified:
     return Verified(model, _KnownDraft(texts, size), acceptance)
+
+
+def _known_chains(
+    texts: Sequence[Sequence[int]], size: int, model: Caller, acceptance: HostAcceptance
+) -> ChainsAccepted:
+    del acceptance
+    return ChainsAccepted(model, _KnownDraft(texts, size))
 
 
 def _growing(beam: int, model: Caller, acceptance: HostAcceptance) -> Verified:

@@ -36,6 +36,7 @@ from jaxspec.mobile.signatures.eagle import EagleStep
 from jaxspec.mobile.signatures.layer_skip import LayerSkipStep
 from jaxspec.mobile.signatures.lookup import LookupStep
 from jaxspec.mobile.signatures.recycling import RecyclingStep
+from jaxspec.mobile.signatures.steps import accept_signature
 from jaxspec.mobile.signatures.target import (
     commit_signature,
     decode_signature,
@@ -334,6 +335,7 @@ def _signatures(
             if exits is not None:
                 functions["step_exit"] = exits.exit_signature(target)
                 functions["draft_1"] = exits.draft_one_signature(target)
+                functions |= {f"accept_{n}": accept_signature(target, n) for n in sizes if n > 1}
             elif for_host is not None:
                 functions["draft"] = for_host.draft_signature(target)
     if drafting is not None and config.levels:

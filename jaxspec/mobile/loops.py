@@ -235,6 +235,26 @@ class Verified:
         return Round([*accepted, int(verdict.next_token)], count - 1)
 
 
+class ChainsAccepted:
+    """Rounds that draft a chain and call `accept_N`, which verifies and commits it greedily."""
+
+    absorbs = False
+
+    def __init__(self, model: Caller, draft: Draft):
+        self._model, self._draft = model, draft
+        self._sizes = [size for size in model.manifest.sizes("accept") if size <= draft.nodes]
+        self.rows = self._sizes[-1]
+
+    def advance(self, text: Sequence[int], recent: int) -> Round:
+        proposal = self._draft(text, recent)
+        drafted = int(proposal.valid.sum()) - 1
+        size = next(size for size in self._sizes if size > drafted)
+        signature, tokens = f"accept_{size}", proposal.tokens[:size]
+        self._model.call(signature, tokens=tokens, drafted=[drafted], length=[len(text) - 1])
+        count = int(self._model.read(signature, "o_count")[0])
+        return Round(self._model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
+
+
 class BlockSteps:
     """Whole steps: a block's draft, verified in the same call.
 
@@ -278,8 +298,14 @@ def own_draft(model: Caller) -> Draft:
 
 
 def verify_drafts(model: Caller, acceptance: HostAcceptance) -> Loop:
-    """Makes the loop that verifies the drafts of the file's own drafter and accepts on the host."""
-    return Verified(model, own_draft(model), acceptance)
+    """Makes the loop that verifies the drafts of the file's own drafter.
+
+    The host accepts, unless drafts are greedy chains and the file has `accept_N`.
+    """
+    draft = own_draft(model)
+    if acceptance.follows_choices and model.manifest.sizes("accept"):
+        return ChainsAccepted(model, draft)
+    return Verified(model, draft, acceptance)
 
 
 def whole_steps(model: Caller, acceptance: HostAcceptance) -> Loop:

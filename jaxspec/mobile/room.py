@@ -59,7 +59,7 @@ def _check_target(
     elif signature in ("draft", "absorb") and "count" in described:
         # A head reads states, which end before the pending token; a draft model reads that too.
         start, rows = start - _number(inputs, "count", 1) + ("states" not in described), levels
-    elif kind in ("prefill", "commit"):
+    elif kind in ("prefill", "commit", "accept"):
         rows = int(size)
     elif kind in ("denoise", "round") and "kv_k_0" in described:
         # Whole windows; their second half must have a place in the text, too.

@@ -159,7 +159,7 @@ def test_drafting_without_a_head(small, data_folder, monkeypatch):
     nodes = [row[1] for row in page.sections[1].rows]
     assert nodes == ["0", "1", "2", "2", "2", "3", "5", "4"]
     taus = {row.name: row.overall.mean_acceptance_length for row in results["float32"]}
-    exits = [f"demo-skips, 2 drafted: {by}" for by in ("step_exit", "draft_1, verify, commit")]
+    exits = [f"demo-skips, 2 drafted: {by}" for by in ("step_exit", "draft_1, accept")]
     assert taus[exits[0]] == taus[exits[1]]  # the host's rule is that of the graph
     assert taus["demo-draft: step"] > 2  # an exact copy of the target
 

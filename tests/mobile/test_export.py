@@ -443,7 +443,7 @@ def test_drafts_end_where_those_of_jax_end(name, pair, expected, tmp_path):
         config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
         (row,) = generate(pair[0], [*prompt, text[0]], config, drafter, return_trace=True)
         rounds = [1, *(len(step.emitted) for step in row.trace)]
-        for loop in (by_host, partial(Steps, signature="step_exit")):
+        for loop in (by_host, verify_drafts, partial(Steps, signature="step_exit")):
             decoded = file.generate(prompt, NUM_NEW, (), loop)
             assert decoded.tokens.tolist() == text
             assert list(decoded.counts[:-1]) == rounds[:-1]

@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 
 from jaxspec import TokenRecycling, load, save
 from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
+from jaxspec.core.tree import tree_from_paths
 from jaxspec.drafters import DFlash, DraftModel, Eagle, LayerSkip, LoadedDrafter, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from tests.laws.drafters import dflash_head
@@ -26,6 +28,7 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 import ai_edge_litert
+from ai_edge_litert import interpreter
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.extra import missing_for_gpu
@@ -421,19 +424,22 @@ ANDROID = ROOT / "examples" / "android" / "app" / "src" / "main" / "java" / "com
 STUBS = Path(__file__).parent / "android"
 
 
-@pytest.mark.slow
-def test_the_app_compiles_and_its_tokenizer_is_the_library_s(
-    recorded_folder, tokenizer_like_llama_2, tmp_path
-):
-    """Against stand-ins for Android and LiteRT, with the JSON reader of Android itself."""
+@pytest.fixture(scope="session")
+def app(tmp_path_factory) -> list[str]:
+    """Compiles the app with Android's reader of JSON; returns the words that run a class of it."""
     kotlinc, json_jar = shutil.which("kotlinc"), os.environ.get("ANDROID_JSON_JAR")
     if not (kotlinc and shutil.which("java") and json_jar):
         pytest.skip("needs kotlinc and java on the PATH, and ANDROID_JSON_JAR")
-    jar = tmp_path / "app.jar"
+    jar = tmp_path_factory.mktemp("app") / "app.jar"
     sources = [*STUBS.glob("*.kt"), *ANDROID.rglob("*.kt")]
     command = [kotlinc, "-Werror", "-include-runtime", "-classpath", json_jar, "-d", jar, *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return ["java", "-cp", f"{jar}{os.pathsep}{json_jar}"]
+
+
+@pytest.mark.slow
+def test_the_app_s_tokenizer_is_the_library_s(app, recorded_folder, tokenizer_like_llama_2):
     draws = random.Random(1)
     for folder in tokenizer_folders(recorded_folder, tokenizer_like_llama_2).values():
         if not (folder / "tokenizer.json").is_file():
@@ -446,7 +452,7 @@ def test_the_app_compiles_and_its_tokenizer_is_the_library_s(
             for _ in range(1500)
         ]
         done = subprocess.run(
-            ["java", "-cp", f"{jar}{os.pathsep}{json_jar}", "IdsKt", folder / "tokenizer.json"],
+            [*app, "IdsKt", folder / "tokenizer.json"],
             input="".join(f"{json.dumps([text])}\n" for text in texts).encode(),
             capture_output=True,
             check=True,
@@ -454,3 +460,83 @@ def test_the_app_compiles_and_its_tokenizer_is_the_library_s(
         ids, grown = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
         assert list(ids) == [tokenizer.encode(text) for text in texts]
         assert [bytes(text).decode() for text in grown] == list(map(tokenizer.decode, ids))
+
+
+class ByPython:
+    """LiteRT for the app: answers the lines of `android/LiteRt.kt`."""
+
+    def __init__(self, path: Path):
+        self.path, self.buffers = path, {}
+        self.interpreter = interpreter.Interpreter(str(path), num_threads=1)
+        self.runners = {
+            name: self.interpreter.get_signature_runner(name)
+            for name in self.interpreter.get_signature_list()
+        }
+
+    def answer(self, asked: str, *words: Any) -> list[int]:
+        if asked == "open":
+            assert words == (str(self.path), ["CPU"])
+        elif asked == "buffer":
+            number, is_input, signature, name = words
+            runner = self.runners[signature]
+            details = runner.get_input_details() if is_input else runner.get_output_details()
+            # What memory holds that nobody has cleared.
+            garbage = 10**9 if details[name]["dtype"] == np.int32 else np.nan
+            self.buffers[number] = np.full(details[name]["shape"], garbage, details[name]["dtype"])
+        elif asked == "write":
+            number, numbers = words
+            now = self.buffers[number]
+            self.buffers[number] = np.asarray(numbers, now.dtype).reshape(now.shape)
+        elif asked == "read":
+            return self.buffers[words[0]].reshape(-1).tolist()
+        elif asked == "run":
+            signature, inputs, outputs = words
+            arrays = {name: self.buffers[number] for name, number in inputs.items()}
+            for name, array in self.runners[signature](**arrays).items():
+                self.buffers[outputs[name]] = array
+        return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", ["eagle", "several trees", "recycling", "lookup", "draft model", "layer skip"]
+)
+def test_the_app_gives_the_tokens_of_python(app, tmp_path, method):
+    """Its decoder runs files with LiteRT's Python package in place of the AAR."""
+    model, head = page_model()
+    trees = (CHAIN, TREE)
+    drafters = {
+        "eagle": Eagle.of(head, TREE),
+        "several trees": Eagle.of(head, CHAIN),
+        "recycling": LoadedDrafter(TokenRecycling(TREE), ()),
+        "lookup": PromptLookup(3),
+        "draft model": DraftModel.of(half_of(model), 3),
+        "layer skip": LayerSkip(skips_of(2, [1], [0]), 3, adaptive=None),
+    }
+    several = {"trees": trees} if method == "several trees" else {}
+    path = written(model, tmp_path, drafters[method], capacity=64, prefill=(8, 32), **several)
+    file = MobileModel(path, num_threads=1)
+    prompts = [file.tokenizer.encode(text) for text in ("12 + 30 is 42, so", "a" * 40, "1 + 1 is")]
+    command = [*app, "DecodeKt", tmp_path, "99", *map(json.dumps, prompts)]
+    litert, said = ByPython(path), {}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+        for line in run.stdout:
+            said = json.loads(line)
+            if isinstance(said, dict):
+                break
+            run.stdin.write(f"{json.dumps(litert.answer(*said))}\n")
+            run.stdin.flush()
+    assert run.returncode == 0
+    steps = {"step_1", "step_2"} if several else {"step"}
+    assert set(said["measured"]) == set(said["texts"]) == {"decode", *steps}
+    for choice, texts in said["texts"].items():
+        for prompt, text in zip(prompts, texts, strict=True):
+            loop = Plain if choice == "decode" else partial(Steps, signature=choice)
+            decoded = file.generate(prompt, 99, (), loop)
+            assert text["tokens"] == decoded.tokens.tolist()
+            assert tuple(text["counts"]) == decoded.counts
+    for name in steps:
+        tree = tree_from_paths(read_manifest(path).trees.get(name) or read_manifest(path).paths)
+        assert said["parents"][name] == np.asarray(tree.parents).tolist()

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxspec.core.cache import select_nodes
 from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.tree import chain
 from jaxspec.core.types import Hidden, Params, Tree
 from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
 from jaxspec.mobile.records import (
@@ -20,6 +22,7 @@ from jaxspec.mobile.records import (
     Target,
     floats,
     ints,
+    kv_inputs,
     make_signature,
     outgoing,
     read_cache,
@@ -127,6 +130,27 @@ class WholeStep(ABC):
 
     @abstractmethod
     def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record: ...
+
+
+def accept_signature(target: Target, size: int) -> Signature:
+    """Makes `accept_N`: the second half of a greedy step, behind a chain that the host drafted.
+
+    Inputs: `tokens`, the pending one first; `drafted`, the number of drafts behind it. What follows
+    these is read and not accepted. Outputs: those of `step`.
+    """
+    tree = chain(size - 1)
+
+    def accept(params: Params, inputs: Record) -> Record:
+        tokens = inputs["tokens"][0]
+        offered = jnp.less(np.arange(size, dtype=np.int32), inputs["drafted"] + 1)
+        chosen = accepts(greedy, offered.astype(jnp.int32) * (tokens + 1) - 1)
+        *_, outputs = verify_and_commit(
+            params.target, target, tree, tokens, inputs, (), chosen, size
+        )
+        return outputs
+
+    inputs = {"tokens": ints(1, size), "drafted": ints(1), "length": ints(1)}
+    return make_signature(target, accept, inputs | kv_inputs(target))
 
 
 def verify_and_commit(

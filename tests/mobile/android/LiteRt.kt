@@ -1,15 +1,41 @@
-// The part of LiteRT 2.3.0's Kotlin API that examples/android calls, without code: for the compiler.
+// The part of LiteRT 2.3.0's Kotlin API that examples/android calls. Each call is a line to the test,
+// which answers with a line: it holds the buffers and runs the file with LiteRT's Python package.
 package com.google.ai.edge.litert
+
+import org.json.JSONArray
+import org.json.JSONObject
+
+private var made = 0
+
+private fun ask(vararg request: Any?): JSONArray {
+    println(JSONArray(request))
+    return JSONArray(readln())
+}
 
 enum class Accelerator { NONE, CPU, GPU, NPU }
 
 class LiteRtException(message: String) : Exception(message)
 
-class TensorBuffer : AutoCloseable {
-    fun writeInt(data: IntArray): Unit = TODO()
-    fun writeFloat(data: FloatArray): Unit = TODO()
-    fun readInt(): IntArray = TODO()
-    override fun close(): Unit = TODO()
+class TensorBuffer internal constructor(private val input: Boolean, private val name: String, private val signature: String?) : AutoCloseable {
+    internal val id = made++
+
+    init {
+        ask("buffer", id, input, signature, name)
+    }
+
+    fun writeInt(data: IntArray) {
+        ask("write", id, JSONArray(data))
+    }
+
+    fun writeFloat(data: FloatArray) {
+        ask("write", id, JSONArray(data))
+    }
+
+    fun readInt(): IntArray = ask("read", id).let { IntArray(it.length(), it::getInt) }
+
+    override fun close() {
+        ask("close", id)
+    }
 }
 
 class CompiledModel private constructor() : AutoCloseable {
@@ -29,17 +55,27 @@ class CompiledModel private constructor() : AutoCloseable {
         enum class Precision { DEFAULT, FP16, FP32 }
     }
 
-    class Options(vararg accelerators: Accelerator) {
+    class Options(vararg val accelerators: Accelerator) {
         var cpuOptions: CpuOptions? = null
         var gpuOptions: GpuOptions? = null
     }
 
-    fun createInputBuffer(inputName: String, signature: String? = null): TensorBuffer = TODO()
-    fun createOutputBuffer(outputName: String, signature: String? = null): TensorBuffer = TODO()
-    fun run(inputs: Map<String, TensorBuffer>, outputs: Map<String, TensorBuffer>, signature: String? = null): Unit = TODO()
-    override fun close(): Unit = TODO()
+    fun createInputBuffer(inputName: String, signature: String? = null) = TensorBuffer(true, inputName, signature)
+
+    fun createOutputBuffer(outputName: String, signature: String? = null) = TensorBuffer(false, outputName, signature)
+
+    fun run(inputs: Map<String, TensorBuffer>, outputs: Map<String, TensorBuffer>, signature: String? = null) {
+        ask("run", signature, JSONObject(inputs.mapValues { it.value.id }), JSONObject(outputs.mapValues { it.value.id }))
+    }
+
+    override fun close() {
+        ask("close")
+    }
 
     companion object {
-        fun create(filePath: String, options: Options): CompiledModel = TODO()
+        fun create(filePath: String, options: Options): CompiledModel {
+            ask("open", filePath, JSONArray(options.accelerators.map { it.name }))
+            return CompiledModel()
+        }
     }
 }

@@ -9,33 +9,33 @@ import java.io.File
 
 const val PLAIN = "decode"
 private const val OUT = "o_" // an output o_NAME is the next call's input NAME
+private const val REPORT = "report" // an output of files with several trees
+private val STEP = Regex("step(_[0-9]+)?") // whole steps of greedy decoding
 
-/** A tree that the file has a step for: its signature, its tokens per step, its parents. */
-class Tree(val signature: String, val tokensPerStep: Double, val parents: IntArray)
+/** A tree that the file has a step for: its signature, its tokens per step if known, its parents. */
+class Tree(val signature: String, val tokensPerStep: Double?, val parents: IntArray)
 
-/** What one call added: tokens, the tree's drafted tokens (the pending one first), their number. */
+/** What one call added: tokens, the tree's drafted tokens if the file tells them (the pending one first). */
 class Round(val choice: String, val tokens: IntArray, val drafted: IntArray, val accepted: Int)
 
 /**
- * Decodes with the files of `jaxspec export web`: `model.tflite`, `manifest.json`, `profile.json`.
+ * Decodes with `model.tflite` and `manifest.json` of `jaxspec export tflite` or `export web`.
  *
+ * The `profile.json` of `export web` adds chats, and the tokens that each tree is expected to give.
  * Greedy, one text at a time. Caches stay in LiteRT's buffers; each state has two, which take turns
  * as input and output, so the app copies none.
  */
 class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     private val manifest = JSONObject(File(folder, "manifest.json").readText())
     private val signatures = manifest.getJSONObject("signatures")
-    private val profile = JSONObject(File(folder, "profile.json").readText())
+    private val profile = File(folder, "profile.json").let { if (it.isFile) JSONObject(it.readText()) else JSONObject() }
     private val buffers = HashMap<String, Array<TensorBuffer>>()
     private val model: CompiledModel
 
     val capacity = manifest.getInt("capacity") // of the caches, in tokens: the longest text
     val stops = ints(manifest, "stop_token_ids").toSet()
-    val depth = profile.getInt("depth") // of the deepest tree; a step writes depth + 1 rows
-    val trees: List<Tree> = (0 until profile.getJSONArray("trees").length()).map {
-        val tree = profile.getJSONArray("trees").getJSONObject(it)
-        Tree(tree.getString("signature"), tree.getDouble("tokens_per_step"), ints(tree, "parents"))
-    }
+    val trees: List<Tree> = signatures.keys().asSequence().filter { STEP.matches(it) }.sorted().map(::treeOf).toList()
+    val depth = trees.maxOfOrNull { depthOf(it.parents) } ?: 0 // a step writes depth + 1 rows
 
     /** Texts before and behind a message, as the model's chats have them; null: it has no chats. */
     val chat: Pair<String, String>? = profile.optJSONObject("chat")?.let { Pair(it.getString("open"), it.getString("reply")) }
@@ -43,7 +43,7 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     /** Ids; the last one is pending, the others are in the caches. */
     var text = IntArray(0)
         private set
-    private var recent = 0 // tokens at the end that the head has yet to absorb; 0: it lacks more
+    private var recent = 0 // tokens at the end that the drafter has yet to read; 0: it lacks more
 
     init {
         // One accelerator alone: with both, the CPU computes in silence what the GPU refuses.
@@ -69,7 +69,7 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
         require(prompt.isNotEmpty() && prompt.size < capacity) {
             "This file takes 1 to ${capacity - 1} tokens, got ${prompt.size}."
         }
-        val sizes = ints(profile, "prefill")
+        val sizes = signatures.keys().asSequence().filter { it.startsWith("prefill_") }.map { it.drop(8).toInt() }.sorted().toList()
         var at = 0
         var name = ""
         while (at < prompt.size) {
@@ -96,8 +96,7 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     }
 
     /** True if a step still fits: LiteRT overwrites rows in silence. */
-    fun fits(choice: String): Boolean =
-        text.size - 1 + (if (choice == PLAIN) 1 else depth + 1) <= capacity
+    fun fits(choice: String): Boolean = text.size < capacity && (choice == PLAIN || text.size + depth <= capacity)
 
     /** Emits tokens: one with PLAIN, up to a tree's depth + 1 with the signature of a tree. */
     fun advance(choice: String): Round {
@@ -106,22 +105,28 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
         if (choice == PLAIN) {
             val token = read(PLAIN, OUT + "pending")
             text += token
-            recent = 0 // the head's cache does not follow; so a text stays with plain decoding
+            recent = 0 // the drafter does not follow; so a text stays with plain decoding
             return Round(PLAIN, token, IntArray(0), 0)
         }
-        val rows = depth + 1
-        val report = read(choice, "report") // count, the rows of o_tokens, the drafted tokens
-        val tokens = report.copyOfRange(1, 1 + report[0])
+        val tokens: IntArray
+        var drafted = IntArray(0)
+        if (REPORT in outputs(choice)) {
+            val report = read(choice, REPORT) // count, the rows of o_tokens, the drafted tokens
+            tokens = report.copyOfRange(1, 1 + report[0])
+            drafted = report.copyOfRange(1 + depth + 1, report.size)
+        } else {
+            tokens = read(choice, OUT + "tokens").copyOf(read(choice, OUT + "count")[0])
+        }
         text += tokens
         recent = tokens.size
-        return Round(choice, tokens, report.copyOfRange(1 + rows, report.size), tokens.size - 1)
+        return Round(choice, tokens, drafted, tokens.size - 1)
     }
 
     /** Returns the milliseconds of one call; only its time counts, and the text is begun anew. */
     fun time(choice: String): Double {
         val begin = System.nanoTime()
         call(choice, inputs(choice))
-        read(choice, if (choice == PLAIN) OUT + "pending" else "report")
+        read(choice, if (choice == PLAIN) OUT + "pending" else if (REPORT in outputs(choice)) REPORT else OUT + "count")
         return (System.nanoTime() - begin) / 1e6
     }
 
@@ -129,11 +134,30 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
         check(choice == PLAIN || recent > 0) { "Behind plain decoding a step needs the text read anew." }
         val given = mutableMapOf("length" to intArrayOf(text.size - 1), "pending" to intArrayOf(text.last()))
         if (choice != PLAIN) {
-            given["tokens"] = text.copyOfRange(text.size - recent, text.size).copyOf(depth + 1)
+            given["tokens"] = text.copyOfRange(text.size - recent, text.size)
             given["count"] = intArrayOf(recent)
+            given["text"] = text // only lookup takes it
         }
         return given
     }
+
+    private fun treeOf(signature: String): Tree {
+        val listed = manifest.getJSONObject("trees").optJSONArray(signature) ?: manifest.getJSONArray("paths")
+        val paths = (0 until listed.length()).map { at -> listed.getJSONArray(at).let { path -> (0 until path.length()).map(path::getInt) } }
+        val places = mapOf(emptyList<Int>() to 0) + paths.mapIndexed { at, path -> path to at + 1 }
+        val parents = intArrayOf(-1) + paths.map { places.getValue(it.dropLast(1)) }
+        val known = profile.optJSONArray("trees")
+        val entry = (0 until (known?.length() ?: 0)).map { known!!.getJSONObject(it) }.firstOrNull { it.getString("signature") == signature }
+        return Tree(signature, entry?.getDouble("tokens_per_step"), parents)
+    }
+
+    private fun depthOf(parents: IntArray): Int {
+        val depths = IntArray(parents.size)
+        for (node in 1 until parents.size) depths[node] = depths[parents[node]] + 1
+        return depths.max()
+    }
+
+    private fun outputs(name: String): Set<String> = signatures.getJSONObject(name).getJSONObject("outputs").keys().asSequence().toSet()
 
     /** Runs a signature on the state, after some of it is set to new values. */
     private fun call(name: String, values: Map<String, IntArray>) {
@@ -141,9 +165,9 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
         val inputs = HashMap<String, TensorBuffer>()
         for (input in described.getJSONObject("inputs").keys()) {
             inputs[input] = state(name, input, true)[0]
-            values[input]?.let { inputs.getValue(input).writeInt(it) }
+            values[input]?.let { inputs.getValue(input).writeInt(it.copyOf(sizeOf(described.getJSONObject("inputs").getJSONObject(input)))) }
         }
-        val written = described.getJSONObject("outputs").keys().asSequence().associateWith { state(name, it, false) }
+        val written = outputs(name).associateWith { state(name, it, false) }
         model.run(inputs, written.mapValues { it.value[1] }, name)
         for (pair in written.values) pair.reverse() // buffers take turns
     }
@@ -159,12 +183,14 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
             Array(2) {
                 val made = if (input) model.createInputBuffer(name, signature) else model.createOutputBuffer(name, signature)
                 // LiteRT does not clear it: rows that no call has written would stay as they are.
-                val size = shape.fold(1) { product, side -> product * side }
+                val size = sizeOf(entry)
                 if (entry.getString("dtype") == "int32") made.writeInt(IntArray(size)) else made.writeFloat(FloatArray(size))
                 made
             }
         }
     }
+
+    private fun sizeOf(entry: JSONObject): Int = ints(entry, "shape").fold(1) { product, side -> product * side }
 
     private fun ints(from: JSONObject, name: String): IntArray {
         val list = from.getJSONArray(name)
@@ -172,10 +198,14 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     }
 }
 
-/** Times plain decoding and each tree in turns, and takes the most expected tokens per second. */
+/**
+ * Times plain decoding and each tree in turns; returns tokens per second.
+ *
+ * Without a profile the tokens of a step are counted here, on the continuation of this prompt.
+ */
 fun measure(decoder: Decoder, prompt: IntArray, rounds: Int = 15): Map<String, Double> {
+    val expected = mapOf(PLAIN to 1.0) + decoder.trees.associate { it.signature to (it.tokensPerStep ?: counted(decoder, prompt, it.signature)) }
     decoder.begin(prompt)
-    val expected = mapOf(PLAIN to 1.0) + decoder.trees.associate { it.signature to it.tokensPerStep }
     val times = expected.keys.associateWith { ArrayList<Double>() }
     repeat(2 * rounds) { round ->
         for (choice in expected.keys) {
@@ -184,4 +214,12 @@ fun measure(decoder: Decoder, prompt: IntArray, rounds: Int = 15): Map<String, D
         }
     }
     return expected.mapValues { 1000 * it.value / times.getValue(it.key).sorted()[rounds / 2] }
+}
+
+/** Returns the tokens of a step, the bonus included, over up to 16 steps. */
+private fun counted(decoder: Decoder, prompt: IntArray, choice: String): Double {
+    decoder.begin(prompt)
+    val counts = ArrayList<Int>()
+    while (counts.size < 16 && decoder.fits(choice)) counts.add(decoder.advance(choice).tokens.size)
+    return if (counts.isEmpty()) 1.0 else counts.average()
 }

@@ -18,7 +18,7 @@ import java.util.concurrent.Executors
 
 /**
  * One screen: a prompt, the text as it grows (drafted tokens are marked), its speed, the step's
- * tree, and what this phone measured. The folder of `jaxspec export web` is read from the app's own
+ * tree, and what this phone measured. The folder of `jaxspec export` is read from the app's own
  * folder for files, into which `adb push` can write.
  */
 class MainActivity : Activity() {
@@ -26,7 +26,7 @@ class MainActivity : Activity() {
     private lateinit var shown: TextView
     private lateinit var speed: TextView
     private lateinit var measured: TextView
-    private lateinit var tree: TreeView
+    private lateinit var drawn: TreeView
     private lateinit var send: Button
     private lateinit var stop: Button
     private lateinit var gpu: CheckBox
@@ -40,7 +40,7 @@ class MainActivity : Activity() {
         shown = TextView(this).apply { textSize = 16f }
         speed = TextView(this)
         measured = TextView(this)
-        tree = TreeView(this)
+        drawn = TreeView(this)
         val prompt = EditText(this).apply { setText("Emma reads 20 pages a day. How many pages does she read in 5 days?") }
         send = Button(this).apply {
             text = "Send"
@@ -68,7 +68,7 @@ class MainActivity : Activity() {
         }
         val scrolled = HorizontalScrollView(this).apply {
             isScrollbarFadingEnabled = false
-            addView(tree)
+            addView(drawn)
         }
         for (view in listOf(gpu, prompt, send, stop, shown, speed, scrolled, measured)) {
             column.addView(view, LinearLayout.LayoutParams(LayoutParams.MATCH_PARENT, LayoutParams.WRAP_CONTENT))
@@ -94,7 +94,7 @@ class MainActivity : Activity() {
         choice = PLAIN
         val folder = File(getExternalFilesDir(null), "model")
         require(File(folder, "model.tflite").isFile) {
-            "There is no model: adb push FOLDER/. $folder, with a FOLDER of jaxspec export web."
+            "There is no model: adb push FOLDER/. $folder, with a FOLDER of jaxspec export."
         }
         say("Opening the model.")
         val made = Tokenizer(File(folder, "tokenizer.json"))
@@ -129,7 +129,7 @@ class MainActivity : Activity() {
             for ((place, token) in tokens.withIndex()) {
                 if (ended) break
                 text.add(Pair(growing.push(token), place < accepted))
-                ended = token in decoder.stops || text.size == MOST
+                ended = token in decoder.stops || text.size == minOf(MOST, decoder.capacity - prompt.size)
             }
             show(text)
         }
@@ -156,12 +156,13 @@ class MainActivity : Activity() {
     }
 
     private fun report(round: Round, perSecond: Double, perCall: Double) {
-        val parents = decoder!!.trees.firstOrNull { it.signature == round.choice }?.parents ?: IntArray(0)
+        val tree = decoder!!.trees.firstOrNull { it.signature == round.choice }
+        val parents = if (tree == null || round.drafted.isEmpty()) IntArray(0) else tree.parents // nothing to draw
         val names = round.drafted.map { String(tokenizer!!.bytes(it), Charsets.UTF_8) }
         val path = acceptedPath(parents, round.drafted, round.tokens)
         runOnUiThread {
             speed.text = "%.1f tokens/s, %.2f tokens a call".format(perSecond, perCall)
-            tree.show(parents, names, path)
+            drawn.show(parents, names, path)
         }
     }
 
