@@ -1,7 +1,9 @@
 """The page of a suite: sections with tables, figures for JSON, and their one writer."""
 
 import dataclasses
+import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,7 +132,15 @@ def drawing(path: Path) -> Iterator[Any]:
         axes = figure.subplots()
         yield axes
         axes.legend(fontsize="small", ncols=2)
-        figure.savefig(path, metadata={"Date": None})
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+        path.write_text(_small(written.getvalue()), encoding="utf-8")
+
+
+def _small(svg: str) -> str:
+    """Leaves out metadata, spaces, and digits below a hundredth of a point."""
+    without = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"(\d\.\d\d)\d+", r"\1", without))
 
 
 def publish(page: Page, name: str, folder: Path, json_path: str | None = None) -> None:

@@ -26,7 +26,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_hold_the_outputs_of_their_code(path):
-    """As `python .ci/notebooks.py` stores them: small, whole, of this code, of no machine."""
+    """As `python .ci/notebooks.py` stores them: small, whole, of this code, without paths."""
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

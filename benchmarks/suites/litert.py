@@ -65,7 +65,7 @@ PADDING = 64
 NEEDS = (MADE_FOR, EAGLE_HEAD)
 ABOUT_COLUMNS = (
     "Nodes leave the root out; tau is tokens per round, bonus token INCLUDED. A round's "
-    "verification holds the target pass, acceptance on the host and commit. Repeated: the share of "
+    "verification holds the target pass, acceptance and commit. Repeated: the share of "
     "an output's 4-grams that it already held; low repetition: over the prompts, their number in "
     f"parentheses, whose plain output repeats less than {LOW_REPETITION:.0%}."
 )

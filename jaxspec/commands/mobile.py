@@ -27,8 +27,9 @@ def add_mobile_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--loop",
         choices=LOOPS,
-        help="plain: decode; verify: draft, verify_N, accept here, commit_N; step: whole steps "
-        "(default: steps if the file has them and they can do what is asked)",
+        help="plain: decode; verify: draft, verify_N, accept here, commit_N, or draft_1 and "
+        "accept_N; step: whole steps (default: steps if the file has them and they can do what "
+        "is asked)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="default: one per core")
     group.add_argument(

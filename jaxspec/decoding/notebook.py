@@ -236,7 +236,7 @@ class _Node(NamedTuple):
     look: _Look
 
 
-_CHARACTER, _ROW, _BOX, _GAP, _MARGIN = 7.4, 28, 21, 26, 6
+_CHARACTER, _ROW, _BOX, _GAP, _MARGIN = 7.4, 28, 22, 26, 6
 
 
 def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Look]) -> Svg:
@@ -248,7 +248,7 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
         children[parent].append(node)
     rows = _leaf_rows(children)
     sizes = [
-        _CHARACTER * (len(node.label) + (len(node.detail) + 1 if node.detail else 0)) + 14
+        round(_CHARACTER * (len(node.label) + (len(node.detail) + 1 if node.detail else 0))) + 14
         for node in nodes
     ]
     columns = [
@@ -257,14 +257,14 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
     ]
     lefts = [_MARGIN + sum(columns[:column]) + _GAP * column for column in range(len(columns))]
     x = [lefts[depth] for depth in depths]
-    y = [_MARGIN + row * _ROW + _BOX / 2 for row in rows]
+    y = [_MARGIN + round(row * _ROW) + _BOX // 2 for row in rows]
 
     edges: dict[_Look, str] = {}
     for node in range(1, len(nodes)):
         parent = parents[node]
-        start, middle = x[parent] + sizes[parent], x[node] - _GAP / 2
+        start, middle = x[parent] + sizes[parent], x[node] - _GAP // 2
         look = nodes[node].look
-        edge = f"M{start:.0f} {y[parent]:.0f}H{middle:.0f}V{y[node]:.0f}H{x[node]:.0f}"
+        edge = f"M{start} {y[parent]}H{middle}V{y[node]}H{x[node]}"
         edges[look] = edges.get(look, "") + edge
     # Heavier lines last: edges of siblings share a stretch.
     paths = [
@@ -273,17 +273,17 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
     ]
     boxes = [_Box(*box) for box in zip(nodes, sizes, x, y, strict=True)]
     width = lefts[-1] + columns[-1] + _MARGIN
-    height = _MARGIN * 2 + (max(rows) + 1) * _ROW
+    height = _MARGIN * 2 + (round(max(rows)) + 1) * _ROW
     if legend:
-        left, centre = float(_MARGIN), height + _BOX / 2 + 4
+        left, centre = _MARGIN, height + _BOX // 2 + 4
         for name, look in legend.items():
-            size = _CHARACTER * len(name) + 14
+            size = round(_CHARACTER * len(name)) + 14
             boxes.append(_Box(_Node(name, "", name, look), size, left, centre))
             left += size + 8
-        width, height = max(width, left), centre + _BOX / 2 + _MARGIN
+        width, height = max(width, left), centre + _BOX // 2 + _MARGIN
     return Svg(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" style="max-width:100%;height:auto" role="img" '
         f'font-family="DejaVu Sans Mono,Menlo,Consolas,monospace" font-size="12" '
         f'xml:space="preserve"><title>A draft tree of {len(parents)} nodes</title>'
         f"{''.join(paths)}{_boxes(boxes)}</svg>"
@@ -312,9 +312,9 @@ class _Box(NamedTuple):
     """A node and where its box stands."""
 
     node: _Node
-    size: float
-    left: float
-    centre: float
+    size: int
+    left: int
+    centre: int
 
 
 def _boxes(boxes: Sequence[_Box]) -> str:
@@ -322,17 +322,17 @@ def _boxes(boxes: Sequence[_Box]) -> str:
     shapes: dict[_Look, str] = {}
     texts: dict[_Look, str] = {}
     for node, size, left, centre in boxes:
-        look, base = node.look, f'y="{centre + 4:.0f}"'
+        look, base = node.look, f'y="{centre + 4}"'
         shapes[look] = shapes.get(look, "") + (
-            f'<rect x="{left:.0f}" y="{centre - _BOX / 2:.0f}" width="{size:.0f}" height="{_BOX}" '
+            f'<rect x="{left}" y="{centre - _BOX // 2}" width="{size}" height="{_BOX}" '
             f'rx="4"><title>{_escape(node.title)}</title></rect>'
         )
         texts[look] = texts.get(look, "") + (
-            f'<text x="{left + 7:.0f}" {base}>{_escape(node.label)}</text>'
+            f'<text x="{left + 7}" {base}>{_escape(node.label)}</text>'
         )
         if node.detail:
             texts[look] += (
-                f'<text x="{left + size - 7:.0f}" {base} text-anchor="end" font-size="10" '
+                f'<text x="{left + size - 7}" {base} text-anchor="end" font-size="10" '
                 f'opacity=".7">{_escape(node.detail)}</text>'
             )
     drawn = [f'<g fill="{look.fill}" {_line(look)}>{shapes[look]}</g>' for look in shapes]

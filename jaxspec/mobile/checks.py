@@ -191,7 +191,7 @@ def _growing(beam: int, model: Caller, acceptance: HostAcceptance) -> Verified:
 
 
 class _KnownDraft:
-    """Drafts of known texts, so that all rows of `verify_N` and `commit_N` are used."""
+    """Drafts of known texts, so that all rows of `verify_N`, `commit_N` and `accept_N` are used."""
 
     absorbs = False
 

@@ -68,10 +68,11 @@ class ExportConfig(Checked):
         capacity: tokens that the caches hold; also the longest text.
         prefill: N of each `prefill_N`, the tokens of a prompt that are read at a time.
         bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
-            hosts that sample or draft themselves. "gpu": few functions, as a GPU holds the weights
-            once for each: only the largest window of blocks, and `verify_N` only for trees that the
-            host makes.
-        verify: N of further `verify_N` and `commit_N`, for hosts that draft themselves.
+            hosts that sample or draft themselves, and what ends drafts early. "gpu": few functions,
+            as a GPU holds the weights once for each: only the largest window of blocks, and
+            `verify_N` only for trees that the host makes.
+        verify: N of further `verify_N` and `commit_N`, for hosts that draft themselves; where
+            drafts end early, also of `accept_N`.
         levels: N of `draft_N`, next to `absorb`, for hosts that grow trees with an EAGLE head.
         quantization: format of weights, one of `QUANTIZATIONS`.
         drafts: N of each `round_N` of a diffusion language model; `None`: 4.

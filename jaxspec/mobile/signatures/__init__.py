@@ -5,7 +5,8 @@ they take and return tensors. In contrast to `jaxspec.core`, `length` counts the
 pending token is not among them.
 
 - `target`: `prefill_N`, `decode`, `verify_N`, `commit_N`: passes of the target.
-- `steps`: the half of a step that all drafters share: target pass, acceptance, commit.
+- `steps`: the half of a step that all drafters share: target pass, acceptance, commit; alone it
+  is `accept_N`.
 - `eagle`, `dflash`, `draft_model`, `layer_skip`, `recycling`, `lookup`, `blocks`: steps of one
   drafter each, and their parts.
 - `diffusion`: passes and rounds of diffusion language models.

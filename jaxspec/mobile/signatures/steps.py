@@ -135,8 +135,8 @@ class WholeStep(ABC):
 def accept_signature(target: Target, size: int) -> Signature:
     """Makes `accept_N`: the second half of a greedy step, behind a chain that the host drafted.
 
-    Inputs: `tokens`, the pending one first; `drafted`, the number of drafts behind it. What follows
-    these is read and not accepted. Outputs: those of `step`.
+    Inputs: `tokens`, the pending one first; `drafted`, the number of drafts behind it. Later tokens
+    are read, but not accepted. Outputs: those of `step`.
     """
     tree = chain(size - 1)
 

@@ -28,13 +28,17 @@ class Round(val choice: String, val tokens: IntArray, val drafted: IntArray, val
 class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     private val manifest = JSONObject(File(folder, "manifest.json").readText())
     private val signatures = manifest.getJSONObject("signatures")
-    private val profile = File(folder, "profile.json").let { if (it.isFile) JSONObject(it.readText()) else JSONObject() }
+    private val profile = File(folder, "profile.json").let { if (it.isFile) JSONObject(it.readText()) else JSONObject() }.also {
+        val bytes = it.optJSONObject("files")?.optJSONObject("model.tflite")?.getLong("bytes")
+        require(bytes == null || bytes == File(folder, "model.tflite").length()) { "profile.json is of another model.tflite: delete it." }
+        require(signatures.has(PLAIN)) { "This file has no decode: the app runs causal models only." }
+    }
     private val buffers = HashMap<String, Array<TensorBuffer>>()
     private val model: CompiledModel
 
     val capacity = manifest.getInt("capacity") // of the caches, in tokens: the longest text
     val stops = ints(manifest, "stop_token_ids").toSet()
-    val trees: List<Tree> = signatures.keys().asSequence().filter { STEP.matches(it) }.sorted().map(::treeOf).toList()
+    val trees: List<Tree> = signatures.keys().asSequence().filter { STEP.matches(it) }.sortedBy { it.drop(5).toIntOrNull() ?: 0 }.map(::treeOf).toList()
     val depth = trees.maxOfOrNull { depthOf(it.parents) } ?: 0 // a step writes depth + 1 rows
 
     /** Texts before and behind a message, as the model's chats have them; null: it has no chats. */
@@ -201,7 +205,8 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
 /**
  * Times plain decoding and each tree in turns; returns tokens per second.
  *
- * Without a profile the tokens of a step are counted here, on the continuation of this prompt.
+ * Without a profile the tokens of a step are counted here, on the continuation of this prompt. So
+ * take one whose continuation repeats as little as your texts do.
  */
 fun measure(decoder: Decoder, prompt: IntArray, rounds: Int = 15): Map<String, Double> {
     val expected = mapOf(PLAIN to 1.0) + decoder.trees.associate { it.signature to (it.tokensPerStep ?: counted(decoder, prompt, it.signature)) }
@@ -220,6 +225,6 @@ fun measure(decoder: Decoder, prompt: IntArray, rounds: Int = 15): Map<String, D
 private fun counted(decoder: Decoder, prompt: IntArray, choice: String): Double {
     decoder.begin(prompt)
     val counts = ArrayList<Int>()
-    while (counts.size < 16 && decoder.fits(choice)) counts.add(decoder.advance(choice).tokens.size)
+    while (counts.size < 16 && decoder.fits(choice) && decoder.text.last() !in decoder.stops) counts.add(decoder.advance(choice).tokens.size)
     return if (counts.isEmpty()) 1.0 else counts.average()
 }

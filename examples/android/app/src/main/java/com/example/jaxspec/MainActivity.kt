@@ -41,7 +41,7 @@ class MainActivity : Activity() {
         speed = TextView(this)
         measured = TextView(this)
         drawn = TreeView(this)
-        val prompt = EditText(this).apply { setText("Emma reads 20 pages a day. How many pages does she read in 5 days?") }
+        val prompt = EditText(this).apply { setText(QUESTION) }
         send = Button(this).apply {
             text = "Send"
             isEnabled = false
@@ -102,7 +102,7 @@ class MainActivity : Activity() {
         val opened = Decoder(folder, gpu, threads = 2)
         decoder = opened
         say("Measuring this phone: plain decoding and each tree, in turns.")
-        val speeds = measure(opened, made.encode("one, two, three, one, two,", true))
+        val speeds = measure(opened, made.encode(QUESTION, true))
         choice = speeds.entries.maxByOrNull { it.value }!!.key
         val lines = speeds.entries.joinToString("\n") { (name, value) ->
             "${if (name == choice) "\u2192" else " "} $name: %.1f tokens/s expected".format(value)
@@ -201,5 +201,6 @@ class MainActivity : Activity() {
 
     private companion object {
         const val MOST = 256 // tokens of an answer
+        const val QUESTION = "Emma reads 20 pages a day. How many pages does she read in 5 days?"
     }
 }
