@@ -522,9 +522,9 @@ def test_figures_of_the_readme_are_those_of_results_pages():
     written = {
         number for each in pages for number in re.findall(NUMBER, each.read_text(encoding="utf-8"))
     }
-    # The whole text, without code, addresses and years of papers.
+    # The whole text, without code, addresses, names of heads and years of papers.
     said = text.replace(text[text.index("## Papers") : text.index("## More")], "")
-    said = re.sub(r"^```.*?^```|`[^`]*`|(?<=\])\([^)]*\)", "", said, flags=re.M | re.S)
+    said = re.sub(r"^```.*?^```|`[^`]*`|(?<=\])\([^)]*\)|EAGLE-[\d.]+", "", said, flags=re.M | re.S)
     assert {"11.6", "1.97 [1.76, 2.21]"} <= set(re.findall(NUMBER, said))
     absent = set(re.findall(NUMBER, said)) - written
     assert not absent, f"no results page or recipe has {sorted(absent)}"
