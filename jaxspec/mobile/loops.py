@@ -249,7 +249,7 @@ class ChainsAccepted:
         proposal = self._draft(text, recent)
         drafted = int(proposal.valid.sum()) - 1
         size = next(size for size in self._sizes if size > drafted)
-        signature, tokens = f"accept_{size}", proposal.tokens[:size]
+        signature, tokens = f"accept_{size}", np.asarray(proposal.tokens[:size])
         self._model.call(signature, tokens=tokens, drafted=[drafted], length=[len(text) - 1])
         count = int(self._model.read(signature, "o_count")[0])
         return Round(self._model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
