@@ -271,10 +271,21 @@ def round_without_drafts(
         # Positions past the block serve drafts alone, and are half of the unembedding.
         alone = dataclasses.replace(alone, window=plan.block)
     kept, predictions, blocks = pass_over_rows(params.target, alone, first.tree, states, drafts)
-    predictions = jax.tree.map(partial(widen, axis=2, size=plan.window), predictions)
+    predictions = jax.vmap(jax.vmap(partial(_in_whole_window, plan)))(predictions)
     predictions, blocks = with_nodes((predictions, blocks), nodes)
     states, info = _accept_rows(plan, first, states, drafts, kept, predictions, blocks)
     return states, info._replace(canvases=with_nodes(info.canvases, plan.num_nodes))
+
+
+def _in_whole_window(plan: DenoisePlan, prediction: Prediction) -> Prediction:
+    """Puts a prediction for one block into the window of all drafts.
+
+    That window begins earlier where it would end behind the canvas.
+    """
+    wide = jax.tree.map(partial(widen, axis=0, size=plan.window), prediction)
+    earlier = jnp.maximum(prediction.start - (plan.canvas_size - plan.window), 0)
+    moved = jax.tree.map(lambda leaf: jnp.roll(leaf, earlier, axis=0) if leaf.ndim else leaf, wide)
+    return moved._replace(start=prediction.start - earlier)
 
 
 def _accept_rows(

@@ -309,6 +309,18 @@ def test_keeping_finished_blocks_changes_nothing(shift):
     assert [row.num_calls for row in kept] == [row.num_calls for row in whole]
 
 
+@pytest.mark.parametrize("length", [1, 32])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_rounds_without_drafts_decide_the_last_block(length, drafts):
+    """The window of drafts would end behind the canvas there, and begins before the block."""
+    model, prompt = tiny_model(), [1 + place % 20 for place in range(length)]
+    config = DenoiseConfig(max_new_tokens=64, block_length=32, stop_token_ids=())
+    never = SelfSpeculation(drafts, costs=(1.0, *[99.0] * drafts))
+    (stepwise,), (row,) = (denoise(model, prompt, config, each) for each in (None, never))
+    assert row.tokens.tolist() == stepwise.tokens.tolist()
+    assert model.config.diffusion.mask_token_id not in row.tokens
+
+
 def test_drafts_that_do_not_pay_are_not_made():
     """Passes as dear as their canvases leave nothing to gain; passes as dear as one, everything."""
     model = tiny_model()
