@@ -48,7 +48,7 @@ def small(output: Any) -> Any:
         picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
         picture.thumbnail((_PIXELS, _PIXELS))
         written = io.BytesIO()
-        # Of Pillow's methods this one keeps the colours of thin lines.
+        # This method keeps the colours of thin lines, the default one does not.
         few = picture.quantize(_COLOURS, Image.Quantize.FASTOCTREE)
         few.save(written, "png", optimize=True)
         data["image/png"] = base64.b64encode(written.getvalue()).decode()

@@ -266,12 +266,12 @@ def round_without_drafts(
     first = dataclasses.replace(speculation, num_drafts=1, limit=None, costs=None)
     nodes = len(first.tree.parents)
     drafts = jax.vmap(partial(draft, plan, first, jnp.int32(0)))(states)
-    alone = dataclasses.replace(plan, num_nodes=1)
-    if plan.cache == "none" and not plan.rules.allow_mask_token:
-        # Positions past the block serve drafts alone, and are half of the unembedding.
-        alone = dataclasses.replace(alone, window=plan.block)
+    # Positions past the block serve drafts alone, and are half of the unembedding.
+    narrow = plan.cache == "none" and not plan.rules.allow_mask_token
+    alone = dataclasses.replace(plan, num_nodes=1, window=plan.block if narrow else plan.window)
     kept, predictions, blocks = pass_over_rows(params.target, alone, first.tree, states, drafts)
-    predictions = jax.vmap(jax.vmap(partial(_in_whole_window, plan)))(predictions)
+    if narrow:
+        predictions = jax.vmap(jax.vmap(partial(_in_whole_window, plan)))(predictions)
     predictions, blocks = with_nodes((predictions, blocks), nodes)
     states, info = _accept_rows(plan, first, states, drafts, kept, predictions, blocks)
     return states, info._replace(canvases=with_nodes(info.canvases, plan.num_nodes))

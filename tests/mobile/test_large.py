@@ -180,7 +180,7 @@ def decoded(path, count):
 
 
 def gaps_in_jax(folder, config, tokens, bits):
-    """How far each token's logit lies below the best one, in a pass in JAX over the same text."""
+    """Returns how far each token's logit lies below the best, in a pass in JAX over its text."""
     logits = layer_by_layer(folder, config, PROMPT + tokens[:-1], bits)[len(PROMPT) - 1 :]
     return logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
 
