@@ -24,8 +24,15 @@ from jaxspec.decoding.generate import score
 from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.measure.compare import compare
-from jaxspec.measure.comparison import Comparison, outputs_text, speedup_text
-from jaxspec.measure.denoising import DenoiseRunner, equal_in_one_shape
+from jaxspec.measure.comparison import (
+    TIE_GAP,
+    Comparison,
+    Divergence,
+    divergences_as_dicts,
+    outputs_text,
+    speedup_text,
+)
+from jaxspec.measure.denoising import DenoiseRunner, divergence_of_canvas
 from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
@@ -81,15 +88,14 @@ class Texts(NamedTuple):
         num_drafts: drafts of a pass at most.
         sample: the texts, with the time of the batch.
         stepwise: the same prompts decoded stepwise; `None` if these are they.
-        still_different: of the texts that are not stepwise decoding's, those that differ also
-            where both decode with passes of one shape.
+        divergences: of the texts that are not stepwise decoding's.
     """
 
     name: str
     num_drafts: int
     sample: Sample
     stepwise: Sample | None = None
-    still_different: int = 0
+    divergences: tuple[Divergence, ...] = ()
 
     @property
     def rows(self) -> tuple[Denoised, ...]:
@@ -126,6 +132,11 @@ class Texts(NamedTuple):
         return sum(one == other for one, other in pairs)
 
     @property
+    def num_wrong(self) -> int:
+        """Texts that are not stepwise decoding's, and that no tie explains."""
+        return sum(not each.is_tie for each in self.divergences)
+
+    @property
     def agreement(self) -> float:
         """Share of the places of both texts that hold the same token."""
         same = total = 0
@@ -139,10 +150,9 @@ class Texts(NamedTuple):
         """Cell of a table: how many texts equal stepwise decoding's."""
         if self.stepwise is None:
             return "reference"
-        same = f"{self.num_same} of {len(self.rows)}"
-        if self.num_same == len(self.rows):
-            return same
-        return f"{same}, {self.still_different} differ in passes of one shape"
+        if not self.divergences:
+            return f"{self.num_same} of {len(self.rows)}"
+        return outputs_text(self.divergences, len(self.rows))
 
     def figures(self) -> dict[str, Any]:
         """Returns counts for JSON."""
@@ -151,7 +161,7 @@ class Texts(NamedTuple):
             "num_drafts": self.num_drafts,
             "num_prompts": len(self.rows),
             "num_same": self.num_same,
-            "still_different": self.still_different,
+            "divergences": divergences_as_dicts(self.divergences),
             "num_calls": self.num_calls,
             "calls_saved": self.saved(),
             "acceptance": self.acceptance,
@@ -206,38 +216,28 @@ def next_to_stepwise(
     drafting: Mapping[str, SelfSpeculation],
     advance: Advance = lambda _: None,
 ) -> tuple[Texts, list[Texts]]:
-    """Decodes stepwise, and with lossless drafting in several ways.
-
-    Texts that differ are decoded again, both ways, with passes of one shape: where two places or
-    tokens are as close as rounding, kernels of different shapes may decide differently.
-    """
+    """Decodes stepwise, and with lossless drafting in several ways."""
     advance(f"{setting.name}, {STEPWISE}")
     stepwise = decode(setting, model, prompts, SelfSpeculation(0), STEPWISE)
     found = []
     for name, speculation in drafting.items():
         advance(f"{setting.name}, {name}")
         texts = decode(setting, model, prompts, speculation, name)
-        found.append(with_one_shape(setting, model, prompts, speculation, texts, stepwise))
+        found.append(compared(setting, model, texts, stepwise))
     return stepwise, found
 
 
-def with_one_shape(
-    setting: Setting,
-    model: Model,
-    prompts: Sequence[str],
-    speculation: SelfSpeculation,
-    texts: Texts,
-    stepwise: Texts,
-) -> Texts:
-    """Compares texts with stepwise ones; those that differ are decoded with passes of one shape."""
-    texts = texts._replace(stepwise=stepwise.sample)
-    pairs = zip(prompts, texts.sample.texts, stepwise.sample.texts, strict=True)
-    different = [prompt for prompt, one, other in pairs if one != other]
-    if not different:
-        return texts
+def compared(setting: Setting, model: Model, texts: Texts, stepwise: Texts) -> Texts:
+    """Compares texts with stepwise ones; a difference is listed with its gap."""
     release_programs()
-    equal = equal_in_one_shape(model, different, setting.config, speculation)
-    return texts._replace(still_different=equal.count(False))
+    found = [
+        divergence_of_canvas(
+            model, index, one.prompt_tokens.tolist(), setting.config, other.tokens, one.tokens
+        )
+        for index, (one, other) in enumerate(zip(texts.rows, stepwise.rows, strict=True))
+    ]
+    divergences = tuple(each for each in found if each is not None)
+    return texts._replace(stepwise=stepwise.sample, divergences=divergences)
 
 
 def _chains() -> dict[str, SelfSpeculation]:
@@ -296,7 +296,7 @@ def _measure_calls(run: SuiteRun) -> Page:
                 times, costs = _compare_times(setting, model, texts)
                 right &= times.outputs_agree
                 sections.append(_section_of_times(title, times, costs))
-            right &= all(each.still_different == 0 for each in found)
+            right &= all(each.num_wrong == 0 for each in found)
             if setting.config.cache != "dual":
                 pairs = list(zip(texts, stepwise.rows, strict=True))
                 samples.setdefault(setting.model, samples_of(setting, _spread(pairs, _SAMPLES)))
@@ -318,7 +318,7 @@ def _measure_calls(run: SuiteRun) -> Page:
 def _columns() -> Section:
     meanings = {
         "same texts": "texts that equal stepwise decoding's token by token, all prompts in one "
-        "batch; the others are decoded again with passes of one shape.",
+        f"batch. A tie leaves it where a decision's gap is below {TIE_GAP:g}.",
         "calls": "passes of the network, all texts together.",
         "at most": "N / (N + 1): the largest share of the calls that N drafts can save.",
         "accepted": "share of drafted decisions that were kept; the decision that each pass adds "
@@ -441,7 +441,7 @@ def _measure_variants(run: SuiteRun) -> Page:
             model, prompts = _load(run, setting)
             maths = _maths(prompts)
             stepwise, drafted = next_to_stepwise(setting, model, maths, lossless, advance)
-            right &= all(each.still_different == 0 for each in drafted)
+            right &= all(each.num_wrong == 0 for each in drafted)
             found = [stepwise, *drafted]
             for name, speculation in _VARIANTS.items():
                 if name not in lossless:
@@ -453,7 +453,7 @@ def _measure_variants(run: SuiteRun) -> Page:
                 other = setting.having(threshold=threshold)._replace(name=f"{setting.name}, {name}")
                 ways = {f"{name}, N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
                 alone, drafted = next_to_stepwise(other, model, maths, ways, advance)
-                right &= all(each.still_different == 0 for each in drafted)
+                right &= all(each.num_wrong == 0 for each in drafted)
                 found += [alone._replace(name=name), *drafted]
             found = [stepwise, *(each._replace(stepwise=stepwise.sample) for each in found[1:])]
             rows = [_variant(each, judge) for each in found]
@@ -518,7 +518,7 @@ def _measure_shots(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[
             ways = {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
             stepwise, (drafted,) = next_to_stepwise(setting, model, texts, ways)
             costs = measure_costs(model, texts[0], setting.config, SelfSpeculation(_DRAFTS))
-            right &= drafted.still_different == 0
+            right &= drafted.num_wrong == 0
             saved, ratio = drafted.saved(), costs[-1] / costs[0]
             length = int(np.mean([len(row.prompt_tokens) for row in stepwise.rows]))
             cells = [setting.name, str(shots), str(length), drafted.same_texts, f"{saved:.1%}"]
@@ -581,7 +581,7 @@ def _measure_times(run: SuiteRun) -> Page:
                 for each in timed:
                     drawn = speeds.setdefault(setting.name, {}).setdefault(each.texts.name, {})
                     drawn[batch] = each.tokens_per_second
-                right &= all(each.texts.still_different == 0 for each in timed)
+                right &= all(each.texts.num_wrong == 0 for each in timed)
                 rows += [[str(batch), *each.cells()] for each in timed]
             columns = ["prompts", "decoding", "same texts", "s", "tokens/s", "x stepwise"]
             columns += ["calls saved", "at most", "accepted", "c_b / c_1", "peak"]
@@ -687,7 +687,7 @@ def _time_batch(
         texts = stepwise
         if name != STEPWISE:
             texts = Texts(name, way.num_drafts, timed[name][0])
-            texts = with_one_shape(setting, model, prompts, way, texts, stepwise)
+            texts = compared(setting, model, texts, stepwise)
         own = costs if way.costs else costs[way.num_drafts : way.num_drafts + 1]
         found.append(Timed(texts, own, runner.request(name, list(prompts)).peak_bytes()))
     return found

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 _OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", "drafting")
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
-_OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
+_OWN = tuple(field.name for field in dataclasses.fields(DenoiseConfig) if field.name not in _SHARED)
 _DRAFTING = ("num_drafts", "branch", "lookup", "lossy_top_k")
 _NOT_READ = {
     "causal": ((*_OWN, *_DRAFTING), "for diffusion language models, {} is causal."),

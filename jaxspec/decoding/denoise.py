@@ -580,6 +580,7 @@ def plan_denoising(
         opens_with_first=opens_with_first,
         num_likeliest=speculation.lossy_top_k or 0,
     )
+    per_decision = _per_decision(config, block, steps)
     return DenoisePlan(
         rules=rules,
         shift=diffusion.shift,
@@ -587,7 +588,8 @@ def plan_denoising(
         cache=cache,
         canvas_size=0,
         max_new=config.max_new_tokens,
-        window=_window(rules, cache, config, steps, speculation.num_drafts),
+        window=_window(rules, cache, config, per_decision, speculation.num_drafts),
+        per_decision=per_decision,
         num_nodes=len(speculation.tree.parents),
         one_shape=speculation.deterministic,
     )
@@ -665,10 +667,12 @@ def block_asked(own: int | None, block_length: int | None) -> int | None:
 
 def _block_length(own: int | None, config: DenoiseConfig) -> int:
     block = block_asked(own, config.block_length) or min(DEFAULT_BLOCK, config.max_new_tokens)
-    if config.max_new_tokens % block:
+    count = config.max_new_tokens
+    if count % block:
+        nearest = [each for each in (count - count % block, round_up(count, block)) if each]
         raise ValueError(
-            f"max_new_tokens must be a multiple of block_length ({block}), got "
-            f"{config.max_new_tokens}."
+            f"max_new_tokens must be a multiple of block_length ({block}), got {count}; take "
+            f"{' or '.join(map(str, nearest))}."
         )
     return block
 
@@ -697,7 +701,14 @@ def _cache(own_block: int | None, config: DenoiseConfig) -> str:
     return cache
 
 
-def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_drafts: int) -> int:
+def _per_decision(config: DenoiseConfig, block: int, steps: int) -> int:
+    even = config.threshold is None and config.schedule == "even"
+    return -(-block // steps) if even else block
+
+
+def _window(
+    rules: Rules, cache: str, config: DenoiseConfig, per_decision: int, num_drafts: int
+) -> int:
     if cache == "blocks":
         return 2 * rules.block
     whole = config.max_new_tokens
@@ -707,9 +718,7 @@ def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_dra
     if rules.allow_mask_token:
         return whole
     # All blocks that drafts can reach.
-    even = config.threshold is None and config.schedule == "even"
-    per_draft = -(-rules.block // steps) if even else rules.block
-    return min(rules.block * (1 - (-num_drafts * per_draft // rules.block)), whole)
+    return min(rules.block * (1 - (-num_drafts * per_decision // rules.block)), whole)
 
 
 def _pace(config: DenoiseConfig, steps: int, rows: int, rules: Rules) -> Pace:

@@ -144,7 +144,7 @@ def _blocks_wanted(
     left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block[None], axis=1)
     is_child = tree.parents[:, None] == np.arange(len(parents))[None]
     is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
-    runs_on = is_last & (left <= drafts.limit) & (following < state.row.end)
+    runs_on = is_last & (left <= drafts.limit * plan.per_decision) & (following < state.row.end)
     return reads & ~shares, is_past | runs_on
 
 

@@ -44,6 +44,7 @@ class DenoisePlan:
         canvas_size: positions of every canvas; see `sized`.
         max_new: positions to fill in per row, except those that complete a last block.
         window: positions of a prediction; a block and the next one where drafts go on there.
+        per_decision: positions that a decision fills in at most.
         num_nodes: canvases per row and pass.
         one_shape: with `"blocks"`, every pass reads as many blocks as any may need; see also
             `opens_with_drafts`.
@@ -56,6 +57,7 @@ class DenoisePlan:
     canvas_size: int
     max_new: int
     window: int
+    per_decision: int = 1
     num_nodes: int = 1
     one_shape: bool = False
 

@@ -47,6 +47,8 @@ class Prediction(NamedTuple):
         known: False for entries without a prediction.
         finite: False for entries whose logits were NaN, or without a possible token.
         likeliest: the best `Rules.num_likeliest` tokens of each position; `None` if that is 0.
+        likeliest_logits: what they were chosen by: logits, over temperature and with noise where
+            tokens are drawn; `None` like `likeliest`.
     """
 
     start: Int[Array, ""]
@@ -55,6 +57,7 @@ class Prediction(NamedTuple):
     known: Bool[Array, " window"]
     finite: Bool[Array, " window"]
     likeliest: Int[Array, "window likeliest"] | None = None
+    likeliest_logits: Float[Array, "window likeliest"] | None = None
 
 
 class Evidence(NamedTuple):
@@ -192,19 +195,20 @@ def predict(
     # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
     finite = jnp.isfinite(jnp.max(choice, axis=-1)) & ~jnp.any(jnp.isnan(logits), axis=-1)
     scores = ORDERS[rules.order](Evidence(logits, warped, tokens, uniforms))
-    likeliest = None
+    best = (None, None)
     if rules.num_likeliest:
-        likeliest = jax.lax.top_k(choice, rules.num_likeliest)[1]
-    return Prediction(start, tokens, scores, jnp.ones(window, bool), finite, likeliest)
+        best = jax.lax.top_k(choice, rules.num_likeliest)[::-1]
+    return Prediction(start, tokens, scores, jnp.ones(window, bool), finite, *best)
 
 
 def nothing_known(rules: Rules, window: int, dtype: jnp.dtype) -> Prediction:
     """Returns the empty prediction that a row has before its first pass."""
     none, tokens = jnp.zeros(window, bool), jnp.zeros(window, jnp.int32)
-    likeliest = None
+    best = (None, None)
     if rules.num_likeliest:
-        likeliest = jnp.zeros((window, rules.num_likeliest), jnp.int32)
-    return Prediction(jnp.int32(0), tokens, jnp.zeros(window, dtype), none, none, likeliest)
+        shape = window, rules.num_likeliest
+        best = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
+    return Prediction(jnp.int32(0), tokens, jnp.zeros(window, dtype), none, none, *best)
 
 
 def places(

@@ -29,10 +29,8 @@ class Divergence(NamedTuple):
         plain_token: plain decoding's token there; `None` if its output had ended.
         drafted_token: the method's token there; `None` if its output had ended.
         gap: distance of the worse of the two from the target's best logit after the plain
-            output's first `position` tokens; `None` if one output had ended, or of a diffusion
-            model.
-        in_one_shape: of a diffusion model: the two texts are equal if both are decoded in passes
-            of one shape.
+            output's first `position` tokens; `None` if one output had ended. Of a diffusion model,
+            see `jaxspec.measure.denoising.divergence_of_canvas`.
     """
 
     prompt_index: int
@@ -40,16 +38,15 @@ class Divergence(NamedTuple):
     plain_token: int | None
     drafted_token: int | None
     gap: float | None
-    in_one_shape: bool = False
 
     @property
     def is_tie(self) -> bool:
-        """True if rounding explains it: both tokens are the target's best within `TIE_GAP`.
+        """True if rounding explains it: the gap is below `TIE_GAP`.
 
         Passes of different widths add up in different orders, so such a pair may come out either
-        way. Texts of a diffusion model that are equal in passes of one shape are tied, too.
+        way.
         """
-        return self.in_one_shape or (self.gap is not None and self.gap < TIE_GAP)
+        return self.gap is not None and self.gap < TIE_GAP
 
 
 class Failure(NamedTuple):
@@ -464,7 +461,7 @@ def divergence_lines(name: str, divergences: Sequence[Divergence]) -> list[str]:
 
     Example:
         >>> divergence_lines("lookup", [Divergence(0, 3, 1, 2, gap=1e-6)])
-        ['TIE: lookup, prompt 0, token 3: 2 instead of 1, 1e-06 below the best logit']
+        ['TIE: lookup, prompt 0, token 3: 2 instead of 1, gap 1e-06']
     """
     return [
         f"{'TIE' if divergence.is_tie else 'DIFFERENT'}: {name}, {_divergence(divergence)}"
@@ -474,12 +471,7 @@ def divergence_lines(name: str, divergences: Sequence[Divergence]) -> list[str]:
 
 def _divergence(divergence: Divergence) -> str:
     where = f"prompt {divergence.prompt_index}, token {divergence.position}"
-    if None not in (divergence.plain_token, divergence.drafted_token) and divergence.gap is None:
-        equal = ", equal in passes of one shape" if divergence.in_one_shape else ""
-        return f"{where}: {divergence.drafted_token} instead of {divergence.plain_token}{equal}"
-    if divergence.gap is None:
-        return f"{where}: one output ends there and the other continues"
-    return (
-        f"{where}: {divergence.drafted_token} instead of {divergence.plain_token}, "
-        f"{divergence.gap:.2g} below the best logit"
-    )
+    differs = f"{divergence.drafted_token} instead of {divergence.plain_token}"
+    if None in (divergence.plain_token, divergence.drafted_token):
+        differs = "one output ends there and the other continues"
+    return f"{where}: {differs}" + ("" if divergence.gap is None else f", gap {divergence.gap:.2g}")

@@ -43,6 +43,8 @@ CASES = {
     "dual, shifted": ({"shift": True}, {"cache": "dual"}),
     "blocks": ({"block": BLOCK}, {}),
     "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
+    "blocks, two tokens per step": ({"block": BLOCK, "seed": 1}, {"steps": 6}),
+    "blocks, threshold": ({"block": BLOCK}, {"threshold": 0.1}),
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
 SLOW = pytest.mark.slow

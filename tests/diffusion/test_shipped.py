@@ -33,15 +33,13 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drafting_changes_no_text(data_folder, name):
-    """Near ties, which kernels of another shape may decide otherwise, agree in passes of one."""
     setting = SETTINGS[name]
     model = shipped(setting.model)
     prompts = held_out(data_folder, model, 1 if name == "no cache" else 2)
     chains = {f"N = {count}": SelfSpeculation(count) for count in (1, 4)}
     stepwise, found = next_to_stepwise(setting, model, prompts, chains)
     for texts in found:
-        assert texts.still_different == 0
-        assert texts.num_same >= len(prompts) - 2
+        assert texts.num_wrong == 0
         assert texts.num_calls < stepwise.num_calls
 
 
@@ -63,5 +61,6 @@ def test_drafts_are_as_many_as_pay(data_folder):
     cheap, dear = (1.0, 1.05, 1.1, 1.15, 1.2), (1.0, 2.0, 3.0, 4.0, 5.0)
     (drafting,) = denoise(model, prompts, config, SelfSpeculation(4, costs=cheap))
     (stepwise,) = denoise(model, prompts, config, SelfSpeculation(4, costs=dear))
+    assert drafting.tokens.tolist() == stepwise.tokens.tolist()
     assert drafting.num_calls < 0.7 * stepwise.num_calls
     assert stepwise.num_canvases == stepwise.num_calls

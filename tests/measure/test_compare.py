@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ from jaxspec import DenoiseConfig, SelfSpeculation
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig, prepare
+from jaxspec.diffusion.passes import DenoisePlan
+from jaxspec.diffusion.unmask import Canvas, Prediction, Rules
 from jaxspec.measure import denoising
 from jaxspec.measure.compare import find_divergence
 from jaxspec.measure.comparison import TIE_GAP
 from jaxspec.measure.denoising import DenoiseRunner
 from jaxspec.measure.figures import LOW_REPETITION
+from jaxspec.models import Network
 from tests.measure.models import WrongRoot, filling_model
 
 PROMPTS = ["one, two, one", "abc", "x" * 3000, "to be, or not"]
@@ -230,8 +234,7 @@ def test_sampled_texts_of_a_diffusion_model_are_compared():
     assert found.outputs_agree
 
 
-def test_a_text_that_is_not_stepwise_decodings_is_a_difference(monkeypatch):
-    """Unless passes of one shape, in which rounding is alike, give equal texts."""
+def test_a_text_that_is_not_stepwise_decodings_is_a_difference():
     model, config = filling_model("filling", None), DenoiseConfig(8, 4)
     runner = DenoiseRunner(model, {"two": SelfSpeculation(2)}, config)
     request = runner.request("two", [1, 2, 3])
@@ -240,9 +243,67 @@ def test_a_text_that_is_not_stepwise_decodings_is_a_difference(monkeypatch):
     tokens[5] += 1
     wrong = dataclasses.replace(row, tokens=tokens)
     assert runner.divergence(0, "two", request, 0, row, row) is None
-    tied = runner.divergence(7, "two", request, 0, wrong, row)
-    assert tied[:4] == (7, 5, tokens[5], row.tokens[5])
-    assert tied.is_tie
-    given = iter([[wrong], [row]])
-    monkeypatch.setattr(denoising, "denoise", lambda *_: next(given))
-    assert not runner.divergence(7, "two", request, 0, wrong, row).is_tie
+    found = runner.divergence(7, "two", request, 0, row, wrong)
+    assert found[:4] == (7, 5, row.tokens[5], tokens[5])
+    assert found.gap > TIE_GAP
+    assert not found.is_tie
+
+
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.02}])
+def test_a_token_with_an_equal_twin_is_a_tie(settings):
+    """Nothing but rounding tells the twins apart; in no other text is a decision that close."""
+    model, config = filling_model("filling", None), DenoiseConfig(8, 4, **settings)
+    (row,) = jaxspec.denoise(model, [[1, 2, 3]], config)
+    token = int(np.bincount(row.tokens).argmax())
+    twin = next(each for each in range(token + 1, 255) if each not in row.tokens)
+    other = np.where(row.tokens == token, twin, row.tokens)
+    texts = row.tokens, other
+    assert not denoising.divergence_of_canvas(model, 0, [1, 2, 3], config, *texts).is_tie
+    table, head = model.params["embed"]["embedding"], model.params["head"]["kernel"]
+    alike = {
+        "embed": {"embedding": table.at[twin].set(table[token])},
+        "head": {"kernel": head.at[:, twin].set(head[:, token])},
+    }
+    network = Network({**model.params, **alike}, model.config)
+    twins = dataclasses.replace(model, network=network)
+    (row,) = jaxspec.denoise(twins, [[1, 2, 3]], config)
+    texts = row.tokens, np.where(row.tokens == token, twin, row.tokens)
+    assert token in row.tokens
+    assert denoising.divergence_of_canvas(twins, 0, [1, 2, 3], config, *texts).is_tie
+
+
+class Closeness(NamedTuple):
+    """A decision of a block of four, by hand: position 1 is filled in, 0 is no mask."""
+
+    lead: float = 1.0
+    scores: tuple[float, float, float, float] = (0.0, -0.1, -0.2, -0.4)
+    threshold: float | None = None
+    step: int = 1
+    opens_with_first: bool = False
+
+
+@pytest.mark.parametrize(
+    ("decision", "gap"),
+    [
+        (Closeness(), 0.5),  # -0.1 and -0.2
+        (Closeness(lead=0.3), 0.3),
+        (Closeness(scores=(-0.1, -1.0e-8, -1.5e-8, -1.0)), 1 / 3),  # both round to 1
+        (Closeness(threshold=-0.16), 0.2),  # -0.2 is the nearest
+        (Closeness(opens_with_first=True), 0.5),
+        (Closeness(opens_with_first=True, step=0), 1.0),  # no score decides
+    ],
+)
+def test_the_gap_of_a_decision_by_hand(decision, gap):
+    mask = 9
+    rules = Rules(4, "low_confidence", mask, mask, opens_with_first=decision.opens_with_first)
+    plan = DenoisePlan(rules, False, False, "none", canvas_size=6, max_new=4, window=4)
+    before = np.asarray([5, 3, mask, mask, mask, mask])  # the prompt, the block, the next one
+    after = np.asarray([5, 3, 7, mask, mask, mask])
+    canvas = Canvas(before, np.int32(1), np.int32(decision.step), np.int32(4), np.int32(0))
+    values = np.asarray([[2.0, 2.0], [2.0, 2.0 - decision.lead], [2.0, 2.0], [2.0, 2.0]])
+    every = np.ones(4, bool)
+    tokens = np.asarray([1, 7, 1, 1])
+    scores = np.asarray(decision.scores)
+    said = Prediction(np.int32(1), tokens, scores, every, every, None, values)
+    found = denoising.closest_decision(plan, canvas, after, said, decision.threshold)
+    assert found == pytest.approx(gap)
