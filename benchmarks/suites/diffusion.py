@@ -17,7 +17,15 @@ import numpy as np
 
 from benchmarks.harness import Advance, Suite, SuiteRun
 from benchmarks.page import Page, Section, drawing
-from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
+from benchmarks.prompts import (
+    GSM8K,
+    HUMANEVAL,
+    MBPP,
+    PROMPT_SETS,
+    SuitePrompt,
+    first_that_fit,
+    read_prompt_set,
+)
 from jaxspec.checkpoint import Model, load
 from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
@@ -35,6 +43,7 @@ from jaxspec.measure.comparison import (
 from jaxspec.measure.denoising import DenoiseRunner, divergence_of_canvas
 from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
+from jaxspec.measure.tasks import judged, read_task
 from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.models import Network
 from jaxspec.tuning.plots import check_plots
@@ -435,8 +444,9 @@ def _measure_variants(run: SuiteRun) -> Page:
     lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
     sections = []
     settings = settings_of(run, _BLOCK_CAUSAL, _DUAL)
-    # Each is decoded with 0 to 3 examples too, and in two ways in bfloat16.
-    with run.steps(len(settings) * (7 + len(_VARIANTS) + 2 * len(_THRESHOLDS))) as advance:
+    # Each is decoded with 0 to 3 examples too, in two ways in bfloat16, and answers tasks.
+    parts = 7 + len(_TASK_FILES) + len(_VARIANTS) + 2 * len(_THRESHOLDS)
+    with run.steps(len(settings) * parts) as advance:
         for setting in settings:
             model, prompts = _load(run, setting)
             maths = _maths(prompts)
@@ -480,8 +490,10 @@ def _measure_variants(run: SuiteRun) -> Page:
             about += f" **Log-prob**: mean of a text's tokens by the causal model {JUDGE}."
         shots, figures["shots"], same = _measure_shots(run, advance)
         halves, figures["bfloat16"] = _measure_half(run, advance)
-    sections = [Section(text=[about]), *sections, shots, halves]
-    return Page([*sections, Section(text=[f"{this_machine()}."])], figures, right and same)
+        answers, figures["answers"], alike = _measure_answers(run, advance)
+    sections = [Section(text=[about]), *sections, shots, halves, answers]
+    right = right and same and alike
+    return Page([*sections, Section(text=[f"{this_machine()}."])], figures, right)
 
 
 def _variant(texts: Texts, judge: Model | None) -> dict[str, Any]:
@@ -553,6 +565,42 @@ def _measure_half(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[s
             figures[-1] |= {"different_texts": different, "agreement": drafted.agreement}
     columns = ["setting", "passes", "texts that differ", "tokens that differ"]
     return Section("bfloat16", columns=columns, rows=rows), figures
+
+
+_TASK_FILES = {"gsm8k": GSM8K.file, "mbpp": MBPP.file, "humaneval": HUMANEVAL.file}
+_QUESTIONS = 5
+"""Questions of a task for each prompt of a set."""
+
+
+def _measure_answers(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[str, Any]], bool]:
+    """Counts right answers: drafts without loss must not change one."""
+    ways = {
+        STEPWISE: SelfSpeculation(0),
+        f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS),
+        **{name: way for name, way in _VARIANTS.items() if way.lossy_top_k in (1, 4)},
+    }
+    rows, figures, right = [], [], True
+    for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
+        model, _ = _load(run, setting)
+        for task, file in _TASK_FILES.items():
+            advance(f"{setting.name}, {task}")
+            questions = read_task(task, run.data_folder / file)
+            asked = [SuitePrompt(task, each.prompt) for each in questions]
+            count = _QUESTIONS * run.prompts_per_set
+            fitting = first_that_fit(asked, model, _ROOM, count)
+            chosen = {each.text for each in fitting}
+            questions = [each for each in questions if each.prompt in chosen][: len(fitting)]
+            verdicts = {}
+            for name, way in ways.items():
+                found = decode(setting, model, [each.prompt for each in questions], way, name)
+                verdicts[name] = judged(task, questions, [row.text or "" for row in found.rows])
+            right &= verdicts[f"N = {_DRAFTS}"] == verdicts[STEPWISE]
+            counts = {name: sum(each) for name, each in verdicts.items()}
+            rows.append([setting.name, task, str(len(questions)), *map(str, counts.values())])
+            figures.append({"setting": setting.name, "task": task, "right": counts})
+    text = f"The first questions of each file that fit, {_NEW_TOKENS} tokens; programs are run."
+    columns = ["setting", "task", "questions", *ways]
+    return Section("Right answers", [text], columns, rows), figures, right
 
 
 def _measure_times(run: SuiteRun) -> Page:
@@ -717,7 +765,7 @@ DIFFUSION_SUITES: Mapping[str, Suite] = {
     ),
     "diffusion-variants": Suite(
         title="Diffusion language models: other drafts, and what is lossy",
-        about="other drafts, lossy thresholds, examples before the prompt, bfloat16",
+        about="other drafts, what is lossy, right answers, examples before the prompt, bfloat16",
         measure=_measure_variants,
         prompt_sets=PROMPT_SETS[:1],
         prompts_per_set=20,

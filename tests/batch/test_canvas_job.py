@@ -29,6 +29,10 @@ CONFIG = DenoiseConfig(max_new_tokens=12, block_length=BLOCK, stop_token_ids=(6,
 TWO = SelfSpeculation(2)
 WAYS = {
     "whole canvases": (tiny_model(), CONFIG),
+    "whole canvases without slack": (
+        tiny_model(),
+        DenoiseConfig(max_new_tokens=64, block_length=32, stop_token_ids=(6, 7)),
+    ),
     "shifted, drawn": (tiny_model(shift=True), dataclasses.replace(CONFIG, temperature=0.7)),
     "blocks": (tiny_model(block=BLOCK), CONFIG),
     "prefix": (tiny_model(), dataclasses.replace(CONFIG, cache="prefix")),

@@ -22,10 +22,12 @@ ROWS = {
         {"question": ONE, "answer": "2"},
         {"question": TWO, "answer": "5"},
     ],
-    "humaneval/HumanEval.jsonl.gz": [{"prompt": "def add_one(number):\n"}],
+    "humaneval/HumanEval.jsonl.gz": [
+        {"prompt": "def add_one(number):\n", "test": "def check(f): ...", "entry_point": "add_one"}
+    ],
     "mbpp/test.jsonl.gz": [
         {"text": "Add.\r\n", "test_list": ["f(1)", "f(2)"]},
-        {"text": "Subtract.", "test_list": []},
+        {"text": "Subtract.", "test_list": ["f()"]},
     ],
     "eagle_prompts/gsm8k_question.jsonl.gz": [{"turns": [ONE]}, {"turns": [TWO]}],
     "spec_bench/question.jsonl.gz": [

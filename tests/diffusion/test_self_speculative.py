@@ -48,7 +48,7 @@ CASES = {
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
 SLOW = pytest.mark.slow
-EVERY_DAY = ("whole canvases", "sampling", "dual", "blocks", "two tokens per step")
+EVERY_DAY = ("whole canvases", "sampling", "prefix", "dual", "blocks", "two tokens per step")
 
 
 @pytest.fixture(autouse=True, scope="module")
