@@ -334,7 +334,7 @@ def measure_costs(
 
     The result is for `dataclasses.replace(speculation, costs=...)`. The first blocks of the prompts
     are decoded, and the time of all passes is divided by their number: with some caches a pass
-    reads one block, two blocks or the whole canvas, and how often depends on what is drafted. The
+    reads one block, several or the whole canvas, and how often depends on what is drafted. The
     median of the runs counts; compiling is done before them.
 
     Args:
@@ -612,8 +612,9 @@ def check_no_mask(model: "Model", ids: Sequence[int], name: str) -> None:
 def canvas_size_of(plan: DenoisePlan, num_tokens: int) -> int:
     """Returns the positions of a canvas for prompts of up to `num_tokens` tokens."""
     # A causal block may begin before the prompt ends and end after the text that was asked for;
-    # passes over two blocks read one more.
-    overhang = 2 * plan.block if plan.block_causal else 0
+    # passes over several blocks read more.
+    overhang = max(2 * plan.block, plan.window * (plan.cache == "blocks"))
+    overhang = overhang if plan.block_causal else 0
     return round_up(prompt_bucket_of(num_tokens) + plan.max_new + overhang, _CANVAS_MULTIPLE)
 
 
@@ -710,7 +711,8 @@ def _window(
     rules: Rules, cache: str, config: DenoiseConfig, per_decision: int, num_drafts: int
 ) -> int:
     if cache == "blocks":
-        return 2 * rules.block
+        # A full block that is not cached yet, the blocks that drafts fill, and the one after them.
+        return rules.block * (2 + num_drafts * per_decision // rules.block)
     whole = config.max_new_tokens
     if cache != "none":
         # Drafts go on in the next block, for the pass that opens it.

@@ -104,21 +104,19 @@ def _pass_over_blocks(
     states: DenoiseState,
     drafts: CanvasDrafts,
 ) -> tuple[Prediction, Finished]:
-    """Reads each canvas's first block that is not cached, and the next one if it is needed."""
+    """Reads each canvas's blocks that are not cached, and the next one if it is needed."""
     wanted = jax.vmap(partial(_blocks_wanted, plan, tree))(states, drafts)
-    widths = _block_counts(tree, plan.num_nodes)
+    widths = _block_counts(plan, tree)
     if plan.one_shape:
         widths = widths[-1:]
 
-    def branch(width: int, states: DenoiseState, drafts: CanvasDrafts, wanted: tuple[Array, Array]):
-        def read(
-            row: CanvasSettings, canvases: Canvas, kept: Finished, wanted: tuple[Array, Array]
-        ):
-            return read_blocks(network, plan, row, canvases, kept, _listed(tree, width, *wanted))
+    def branch(width: int, states: DenoiseState, drafts: CanvasDrafts, wanted: Array):
+        def read(row: CanvasSettings, canvases: Canvas, kept: Finished, wanted: Array):
+            return read_blocks(network, plan, row, canvases, kept, _listed(tree, width, wanted))
 
         return jax.vmap(read)(states.row, drafts.canvases, states.kept, wanted)
 
-    most = jnp.max(jnp.sum(jnp.stack(wanted), axis=(0, 2)))
+    most = jnp.max(jnp.sum(wanted, axis=(1, 2)))
     index = jnp.sum(most > jnp.asarray(widths[:-1], jnp.int32), dtype=jnp.int32)
     # Not under `vmap`, where every branch would be computed.
     branches = [partial(branch, width) for width in widths]
@@ -127,59 +125,58 @@ def _pass_over_blocks(
 
 def _blocks_wanted(
     plan: DenoisePlan, tree: Tree, state: DenoiseState, drafts: CanvasDrafts
-) -> tuple[Bool[Array, " nodes"], Bool[Array, " nodes"]]:
-    """Returns the canvases whose first uncached block to read, and those whose next one.
+) -> Bool[Array, "levels nodes"]:
+    """Returns the blocks to read of each canvas, counted from the first one that is not cached.
 
-    A canvas whose parent has that block full shares it.
+    A draft changes its parent's current block, and shares those before it.
     """
     canvases, parents = drafts.canvases, np.maximum(tree.parents, 0)
-    begin = state.kept.cache.length
-    following = begin + plan.block
     reads = drafts.valid & (canvases.stop == Stop.RUNNING)
-    is_past = reads & (canvases.start > begin)
-    shares = is_past & is_past[parents] & (jnp.asarray(tree.parents) >= 0)
+    levels = (canvases.start - state.kept.cache.length) // plan.block
+    from_level = jnp.where(tree.parents < 0, 0, levels[parents])
+    every = jnp.arange(plan.window // plan.block)[:, None]
+    own = reads[None] & (every >= from_level[None]) & (every <= levels[None])
     # The next drafts may reach into the next block, most likely if all of a path is kept.
+    following = canvases.start + plan.block
     positions = jnp.arange(canvases.tokens.shape[1])
-    of_block = (positions >= begin) & (positions < following)
-    left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block[None], axis=1)
+    positions, starts = positions[None], canvases.start[:, None]
+    of_block = (positions >= starts) & (positions < starts + plan.block)
+    left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block, axis=1)
     is_child = tree.parents[:, None] == np.arange(len(parents))[None]
     is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
-    runs_on = is_last & (left <= drafts.limit * plan.per_decision) & (following < state.row.end)
-    return reads & ~shares, is_past | runs_on
+    reached = drafts.limit * plan.per_decision
+    runs_on = is_last & (left <= reached) & (following < state.row.end)
+    return own | (runs_on[None] & (every == levels[None] + 1))
 
 
-def _block_counts(tree: Tree, nodes: int) -> tuple[int, int]:
-    """Returns the blocks per row and pass worth compiling: one per canvas, two at path ends."""
-    return nodes, 2 * nodes - len(set(tree.parents[1:nodes].tolist()))
+def _block_counts(plan: DenoisePlan, tree: Tree) -> tuple[int, ...]:
+    """Returns the blocks per row and pass worth compiling.
+
+    One per canvas; one more for each path to an end, and for each block that drafts may fill.
+    """
+    nodes = plan.num_nodes
+    ends = nodes - len(set(tree.parents[1:nodes].tolist()))
+    more = 1 + int(tree.depths[:nodes].max()) * plan.per_decision // plan.block
+    return tuple(nodes + ends * extra for extra in range(1 + more))
 
 
-def _listed(
-    tree: Tree, width: int, firsts: Bool[Array, " nodes"], nexts: Bool[Array, " nodes"]
-) -> Blocks:
-    """Returns a list of the wanted blocks: first blocks, then next ones."""
-    nodes = len(tree.parents)
-    index = jnp.arange(nodes)
-    ancestors = jnp.asarray(tree.ancestors)
-    # The nearest canvas on the path whose first block is read.
-    holder = jnp.max(jnp.where(ancestors & firsts[None], index[None], 0), axis=1)
-    # A canvas before the next block needs predictions for it only to draft from; those of a later
-    # canvas on its path serve.
-    later = jnp.argmax(ancestors.T & nexts[None], axis=1)
-    first_entries = jnp.cumsum(firsts) - 1
-    next_entries = jnp.cumsum(nexts) - 1 + jnp.sum(firsts)
-    entries = jnp.arange(width)
-    is_first = firsts[None] & (first_entries[None] == entries[:, None])
-    is_next = nexts[None] & (next_entries[None] == entries[:, None])
-    canvas = jnp.argmax(is_first | is_next, axis=1)
-    of_nodes = jnp.clip(jnp.stack([first_entries[holder], next_entries[later]]), 0, width - 1)
+def _listed(tree: Tree, width: int, wanted: Bool[Array, "levels nodes"]) -> Blocks:
+    """Returns a list of the wanted blocks: first ones, then those after them."""
+    index, ancestors = jnp.arange(wanted.shape[1])[None, None], jnp.asarray(tree.ancestors)
+    entries = (jnp.cumsum(wanted.reshape(-1)) - 1).reshape(wanted.shape)
+    on_path = ancestors[None] & wanted[:, None]
+    # The nearest canvas on the path that reads this block. A canvas before the block needs
+    # predictions for it only to draft from; those of a later canvas on its path serve.
+    nearest = jnp.max(jnp.where(on_path, index, -1), axis=2)
+    later = ancestors.T[None] & wanted[:, None]
+    source = jnp.where(nearest >= 0, nearest, jnp.argmax(later, axis=2))
+    of_nodes = jnp.take_along_axis(entries, source, axis=1)
+    is_entry = wanted[None] & (entries[None] == jnp.arange(width)[:, None, None])
     return Blocks(
-        canvas=canvas,
-        is_next=jnp.any(is_next, axis=1),
-        before=of_nodes[0][canvas],
-        firsts=of_nodes[0],
-        nexts=of_nodes[1],
-        has_first=firsts | nexts,
-        has_next=nexts[later],
+        canvas=jnp.argmax(jnp.any(is_entry, axis=1), axis=1),
+        level=jnp.argmax(jnp.any(is_entry, axis=2), axis=1),
+        of_nodes=jnp.clip(of_nodes, 0, width - 1),
+        is_read=(nearest >= 0) | jnp.any(later, axis=2),
     )
 
 

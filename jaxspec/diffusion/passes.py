@@ -310,28 +310,22 @@ class Finished(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of a row's canvases that a pass reads: the first that is not cached, or the next one.
+    """Blocks of a row's canvases that a pass reads, counted from the first one that is not cached.
 
-    Blocks that canvases share are read once: canvases whose drafts reach into the next block share
-    the full block before it.
+    Blocks that canvases share are read once: canvases whose drafts reach into a next block share
+    the full blocks before it.
 
     Attributes:
         canvas: the canvas whose tokens each entry reads.
-        is_next: True for a next block, False for a first one.
-        before: for a next block, the entry that holds the first block of its canvas.
-        firsts: for each canvas, the entry that holds its first block.
-        nexts: for each canvas, the entry that holds its next block.
-        has_first: True if the first block of a canvas is read.
-        has_next: True if the next block of a canvas is read.
+        level: the block that each entry reads; 0 is the first that is not cached.
+        of_nodes: for each level and canvas, the entry that holds this block of the canvas.
+        is_read: True if there is such an entry.
     """
 
     canvas: Int[Array, " blocks"]
-    is_next: Bool[Array, " blocks"]
-    before: Int[Array, " blocks"]
-    firsts: Int[Array, " nodes"]
-    nexts: Int[Array, " nodes"]
-    has_first: Bool[Array, " nodes"]
-    has_next: Bool[Array, " nodes"]
+    level: Int[Array, " blocks"]
+    of_nodes: Int[Array, "levels nodes"]
+    is_read: Bool[Array, "levels nodes"]
 
 
 def read_blocks(
@@ -342,28 +336,31 @@ def read_blocks(
     finished: Finished,
     blocks: Blocks,
 ) -> tuple[Prediction, Finished]:
-    """Reads blocks of several canvases in one pass; each block sees the finished ones.
+    """Reads blocks of several canvases in one pass; each sees the finished ones and its own before.
 
     Returns:
-        The prediction for each canvas, `plan.window` positions; and the keys, values and last
-        features of each canvas's first block, to append when that block is full.
+        The prediction for each canvas, `plan.window` positions; and, for each canvas, the keys and
+        values of its blocks except the last, and the last features of each of these, to append
+        those that are full.
     """
     begin, block = finished.cache.length, plan.block
     count = blocks.canvas.shape[0]
-    starts = begin + block * blocks.is_next
+    starts = begin + block * blocks.level
     tokens = jax.vmap(lambda canvas, start: jax.lax.dynamic_slice(canvas, (start,), (block,)))(
         canvases.tokens[blocks.canvas], starts
     )
     positions = starts[:, None] + jnp.arange(block)[None]
-    entries = jnp.arange(count)
-    is_before = (blocks.before[:, None] == entries[None]) & blocks.is_next[:, None]
-    seen = (entries[:, None] == entries[None]) | is_before
+    entries, of_entries = jnp.arange(count), blocks.of_nodes[:, blocks.canvas]
+    is_before = jnp.arange(of_entries.shape[0])[:, None] < blocks.level[None]
+    is_before = is_before[:, :, None] & (of_entries[:, :, None] == entries[None, None])
+    seen = (entries[:, None] == entries[None]) | jnp.any(is_before, axis=0)
     seen = jnp.repeat(jnp.repeat(seen, block, axis=0), block, axis=1)
     hidden = network.forward(tokens.reshape(-1), positions.reshape(-1), seen, finished.cache)
     of_blocks = hidden.features.reshape(count, block, -1)
     features, lasts = of_blocks, of_blocks[:, -1]
     if plan.shift:
-        edges = jnp.where(blocks.is_next[:, None], lasts[blocks.before], finished.edge[None])
+        before = jnp.take_along_axis(of_entries, jnp.maximum(blocks.level - 1, 0)[None], axis=0)[0]
+        edges = jnp.where(blocks.level[:, None] > 0, lasts[before], finished.edge[None])
         features = jnp.concatenate([edges[:, None], features[:, :-1]], axis=1)
     logits = network.unembed(features.reshape(count * block, -1)).reshape(count, block, -1)
     said = jax.vmap(partial(predict, plan.rules), in_axes=(0, 0, None, None))(
@@ -371,21 +368,30 @@ def read_blocks(
     )
 
     def of_canvases(entries: Array) -> Array:
-        return jnp.concatenate([entries[blocks.firsts], entries[blocks.nexts]], axis=1)
+        return jnp.concatenate([entries[of_level] for of_level in blocks.of_nodes], axis=1)
 
     prediction = jax.tree.map(of_canvases, said._replace(start=()))
-    is_read = jnp.stack([blocks.has_first, blocks.has_next], axis=1)
-    is_read = jnp.repeat(is_read, block, axis=1)
-    nodes = blocks.firsts.shape[0]
+    is_read = jnp.repeat(blocks.is_read.T, block, axis=1)
+    nodes = is_read.shape[0]
     prediction = prediction._replace(start=jnp.full(nodes, begin), known=prediction.known & is_read)
+    last = blocks.of_nodes[:-1]
+
+    def of_canvas(blocks: Array, axis: int) -> Array:
+        """Puts the blocks of each canvas one after the other."""
+        return jnp.concatenate([blocks[of_level] for of_level in last], axis=axis)
+
     layers = tuple(
         LayerKV(
-            jnp.moveaxis(layer.keys.reshape(*layer.keys.shape[:2], count, block), 2, 0),
-            jnp.moveaxis(layer.values.reshape(-1, count, block, layer.values.shape[2]), 1, 0),
+            of_canvas(
+                jnp.moveaxis(layer.keys.reshape(*layer.keys.shape[:2], count, block), 2, 0), 3
+            ),
+            of_canvas(
+                jnp.moveaxis(layer.values.reshape(-1, count, block, layer.values.shape[2]), 1, 0), 2
+            ),
         )
         for layer in settled(hidden)
     )
-    layers, edges = jax.tree.map(lambda leaf: leaf[blocks.firsts], (layers, lasts))
+    edges = jnp.moveaxis(lasts[last], 0, 1)
     return prediction, Finished(KVCache(layers, jnp.full(nodes, begin)), edges)
 
 

@@ -203,7 +203,7 @@ def _can_be_read(plan: DenoisePlan, state: DenoiseState, canvas: Canvas) -> Bool
         same = (canvas.start == state.canvas.start) & (canvas.step > 0)
         return ended | (same & ((state.canvas.step > 0) | plan.opens_with_drafts))
     if plan.cache == "blocks":
-        return ended | (canvas.start <= state.kept.cache.length + plan.block)
+        return ended | (canvas.start < state.kept.cache.length + plan.window)
     return jnp.bool_(True)
 
 
@@ -342,10 +342,11 @@ def _accept(
     kept = state.kept
     if isinstance(block, Finished):
         read = jax.tree.map(lambda leaf: leaf[node], drafts.canvases)
-        full = running & (read.start > kept.cache.length) & (read.stop == Stop.RUNNING)
+        reads = running & (read.stop == Stop.RUNNING)
+        full = jnp.where(reads, read.start - kept.cache.length, 0)
+        edge = block.edge[jnp.maximum(full // plan.block - 1, 0)]
         kept = Finished(
-            append(kept.cache, block.cache.layers, jnp.where(full, plan.block, 0)),
-            jnp.where(full, block.edge, kept.edge),
+            append(kept.cache, block.cache.layers, full), jnp.where(full > 0, edge, kept.edge)
         )
     counts = jnp.arange(state.stats.drafted.shape[0])
     stats = DenoiseStats(

@@ -117,6 +117,7 @@ def test_relaxed_verification_keeps_more_the_more_tokens_it_takes():
 
 
 DRAFTS = {
+    "more than a block": SelfSpeculation(2 * BLOCK - 1),
     "two successors": SelfSpeculation(2, branch=2),
     "three successors": SelfSpeculation(2, branch=3),
     "looked up": SelfSpeculation(3, lookup=True),
@@ -201,27 +202,31 @@ def test_passes_of_one_shape_agree_in_half_precision(network):
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_blocks_side_by_side_say_what_whole_canvases_say(shift):
-    """Three canvases of a path into the next block; two share the full block before it."""
+    """Four canvases of a path over three blocks; later ones share full blocks before theirs."""
     model = tiny_model(block=BLOCK, shift=shift)
-    request = prepare_denoising(model, PROMPTS[0], PLAIN, SelfSpeculation(2), 0)
+    request = prepare_denoising(model, PROMPTS[0], PLAIN, SelfSpeculation(BLOCK), 0)
     state, M = first_state(request), MASK
-    texts = [[5, 7, 8, M, M, M, M, M], [5, 7, 8, 9, M, M, M, M], [5, 7, 8, 9, M, 2, M, M]]
-    later = [state.canvas.tokens.at[BLOCK : 3 * BLOCK].set(jnp.asarray(text)) for text in texts]
-    canvases = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state.canvas)
-    canvases = canvases._replace(tokens=jnp.stack(later), start=jnp.asarray([4, 8, 8]))
+    texts = [
+        [5, 7, 8, M, *[M] * 4, *[M] * 4],
+        [5, 7, 8, 9, M, M, M, M, *[M] * 4],
+        [5, 7, 8, 9, M, 2, M, M, *[M] * 4],
+        [5, 7, 8, 9, 3, 2, 6, 4, *[M] * 4],
+    ]
+    later = [state.canvas.tokens.at[BLOCK : 4 * BLOCK].set(jnp.asarray(text)) for text in texts]
+    canvases = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state.canvas)
+    canvases = canvases._replace(tokens=jnp.stack(later), start=jnp.asarray([4, 8, 8, 12]))
+    # Entries: block 0 of canvases 0 and 1, block 1 of canvases 1, 2 and 3, block 2 of canvas 3.
     blocks = Blocks(
-        canvas=jnp.asarray([0, 1, 1, 2]),
-        is_next=jnp.asarray([False, False, True, True]),
-        before=jnp.asarray([0, 1, 1, 1]),
-        firsts=jnp.asarray([0, 1, 1]),
-        nexts=jnp.asarray([0, 2, 3]),
-        has_first=jnp.ones(3, bool),
-        has_next=jnp.asarray([False, True, True]),
+        canvas=jnp.asarray([0, 1, 1, 2, 3, 3]),
+        level=jnp.asarray([0, 0, 1, 1, 1, 2]),
+        of_nodes=jnp.asarray([[0, 1, 1, 1], [0, 2, 3, 4], [0, 0, 0, 5]]),
+        is_read=jnp.asarray([[True] * 4, [False, True, True, True], [False] * 3 + [True]]),
     )
     network, plan, row = request.params.target, request.plan, state.row
     said, finished = read_blocks(network, plan, row, canvases, state.kept, blocks)
-    assert said.known.tolist() == [[True] * 4 + [False] * 4, [True] * 8, [True] * 8]
-    for node in range(3):
+    known = [[True] * 4 + [False] * 8, *[[True] * 8 + [False] * 4] * 2, [True] * 12]
+    assert said.known.tolist() == known
+    for node in range(4):
         canvas = jax.tree.map(lambda leaf, node=node: leaf[node], canvases)
         alone, layers = read_canvas(network, plan, row, canvas)
         inside, whole = canvas.start - said.start[node], canvas.start - alone.start
@@ -229,9 +234,10 @@ def test_blocks_side_by_side_say_what_whole_canvases_say(shift):
             np.testing.assert_allclose(
                 entries[node][inside : inside + BLOCK], others[whole : whole + BLOCK], rtol=1e-5
             )
+        full = int(canvas.start) - BLOCK
         for one, other in zip(finished.cache.layers, layers, strict=True):
-            of_block = other.values[:, BLOCK : 2 * BLOCK]
-            np.testing.assert_allclose(one.values[node], of_block, rtol=1e-4, atol=1e-6)
+            ours, theirs = one.values[node][:, :full], other.values[:, BLOCK : BLOCK + full]
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def first_state(request):
