@@ -159,8 +159,6 @@ class Texts(NamedTuple):
         """Cell of a table: how many texts equal stepwise decoding's."""
         if self.stepwise is None:
             return "reference"
-        if not self.divergences:
-            return f"{self.num_same} of {len(self.rows)}"
         return outputs_text(self.divergences, len(self.rows))
 
     def figures(self) -> dict[str, Any]:
@@ -465,7 +463,8 @@ def _measure_variants(run: SuiteRun) -> Page:
                 alone, drafted = next_to_stepwise(other, model, maths, ways, advance)
                 right &= all(each.num_wrong == 0 for each in drafted)
                 found += [alone._replace(name=name), *drafted]
-            found = [stepwise, *(each._replace(stepwise=stepwise.sample) for each in found[1:])]
+            against = {"stepwise": stepwise.sample, "divergences": ()}
+            found = [stepwise, *(each._replace(**against) for each in found[1:])]
             rows = [_variant(each, judge) for each in found]
             columns = ["decoding", "calls", "calls saved", "canvases", "same texts", "agreement"]
             lines = [
@@ -590,12 +589,14 @@ def _measure_answers(run: SuiteRun, advance: Advance) -> tuple[Section, list[dic
             fitting = first_that_fit(asked, model, _ROOM, count)
             chosen = {each.text for each in fitting}
             questions = [each for each in questions if each.prompt in chosen][: len(fitting)]
-            verdicts = {}
-            for name, way in ways.items():
-                found = decode(setting, model, [each.prompt for each in questions], way, name)
-                verdicts[name] = judged(task, questions, [row.text or "" for row in found.rows])
-            right &= verdicts[f"N = {_DRAFTS}"] == verdicts[STEPWISE]
-            counts = {name: sum(each) for name, each in verdicts.items()}
+            prompts = [each.prompt for each in questions]
+            texts = {name: decode(setting, model, prompts, way, name) for name, way in ways.items()}
+            drafted = compared(setting, model, texts[f"N = {_DRAFTS}"], texts[STEPWISE])
+            right &= drafted.num_wrong == 0
+            counts = {
+                name: sum(judged(task, questions, [row.text or "" for row in found.rows]))
+                for name, found in texts.items()
+            }
             rows.append([setting.name, task, str(len(questions)), *map(str, counts.values())])
             figures.append({"setting": setting.name, "task": task, "right": counts})
     text = f"The first questions of each file that fit, {_NEW_TOKENS} tokens; programs are run."

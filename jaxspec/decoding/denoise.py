@@ -42,6 +42,7 @@ from jaxspec.decoding.request import (
     stop_ids_of,
 )
 from jaxspec.decoding.result import FINISH_REASONS, Rows
+from jaxspec.diffusion.canvases import block_counts
 from jaxspec.diffusion.passes import CACHES, DenoisePlan
 from jaxspec.diffusion.self_speculative import (
     DenoiseInfo,
@@ -350,12 +351,13 @@ def measure_costs(
     repeats = checked("repeats", repeats, Count)
     config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
     # As wide a window as all drafts will need: it is part of what a pass costs.
-    window = prepare_denoising(model, prompts, config, speculation, 0).plan.window
+    widest = prepare_denoising(model, prompts, config, speculation, 0).plan
+    shared = {"window": widest.window, "canvas_size": widest.canvas_size}
     runs = []
     for count in range(speculation.num_drafts + 1):
         drafted = dataclasses.replace(speculation, num_drafts=count, costs=None, limit=None)
         request = prepare_denoising(model, prompts, config, drafted, 0)
-        plan = dataclasses.replace(request.plan, window=window)
+        plan = dataclasses.replace(request.plan, **shared)
         most = max(1, max(_MEASURED_BLOCKS * plan.block, _MEASURED_TOKENS) // (count + 1))
         runs.append(dataclasses.replace(request, plan=plan).timed(most))
     for run in runs:
@@ -523,6 +525,8 @@ def prepare_denoising(
     shares = shares_of_memory(mesh, rows=True)
     dtype = model.network.dtype
     scored = plan.window * plan.num_nodes
+    if plan.cache == "blocks":
+        scored = plan.block * block_counts(plan, speculation.tree)[-1]
     check_cache_fits(model.config, dtype, held, len(encoded), shares, scored=scored)
     rows = denoise_prompts(model, config, plan, encoded, temperature, seed)
     return DenoiseRequest(
@@ -613,8 +617,8 @@ def canvas_size_of(plan: DenoisePlan, num_tokens: int) -> int:
     """Returns the positions of a canvas for prompts of up to `num_tokens` tokens."""
     # A causal block may begin before the prompt ends and end after the text that was asked for;
     # passes over several blocks read more.
-    overhang = max(2 * plan.block, plan.window * (plan.cache == "blocks"))
-    overhang = overhang if plan.block_causal else 0
+    overhang = 2 * plan.block if plan.block_causal else 0
+    overhang = plan.window if plan.cache == "blocks" else overhang
     return round_up(prompt_bucket_of(num_tokens) + plan.max_new + overhang, _CANVAS_MULTIPLE)
 
 
@@ -712,7 +716,8 @@ def _window(
 ) -> int:
     if cache == "blocks":
         # A full block that is not cached yet, the blocks that drafts fill, and the one after them.
-        return rules.block * (2 + num_drafts * per_decision // rules.block)
+        filled = min(num_drafts * per_decision, config.max_new_tokens) // rules.block
+        return rules.block * (2 + filled)
     whole = config.max_new_tokens
     if cache != "none":
         # Drafts go on in the next block, for the pass that opens it.

@@ -6,6 +6,7 @@ A network that is causal over blocks reads the blocks in which canvases differ s
 the nodes of a tree; shared blocks are read once.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,8 +41,8 @@ def pass_over_rows(
     """Reads the canvases of a batch in one pass.
 
     Returns:
-        What is kept, the prediction for every canvas, and the first block of each canvas, to append
-        when it is full (`()` without the `"blocks"` cache).
+        What is kept, the prediction for every canvas, and the blocks of each canvas, to append
+        those that are full (`()` without the `"blocks"` cache).
     """
     if plan.cache == "blocks":
         return states.kept, *_pass_over_blocks(network, plan, tree, states, drafts)
@@ -106,7 +107,7 @@ def _pass_over_blocks(
 ) -> tuple[Prediction, Finished]:
     """Reads each canvas's blocks that are not cached, and the next one if it is needed."""
     wanted = jax.vmap(partial(_blocks_wanted, plan, tree))(states, drafts)
-    widths = _block_counts(plan, tree)
+    widths = block_counts(plan, tree)
     if plan.one_shape:
         widths = widths[-1:]
 
@@ -128,7 +129,8 @@ def _blocks_wanted(
 ) -> Bool[Array, "levels nodes"]:
     """Returns the blocks to read of each canvas, counted from the first one that is not cached.
 
-    A draft changes its parent's current block, and shares those before it.
+    A draft changes its parent's current block, and shares those before it. The last canvas of a
+    path also reads the blocks that its next drafts may reach, most likely if all of it is kept.
     """
     canvases, parents = drafts.canvases, np.maximum(tree.parents, 0)
     reads = drafts.valid & (canvases.stop == Stop.RUNNING)
@@ -136,28 +138,29 @@ def _blocks_wanted(
     from_level = jnp.where(tree.parents < 0, 0, levels[parents])
     every = jnp.arange(plan.window // plan.block)[:, None]
     own = reads[None] & (every >= from_level[None]) & (every <= levels[None])
-    # The next drafts may reach into the next block, most likely if all of a path is kept.
-    following = canvases.start + plan.block
     positions = jnp.arange(canvases.tokens.shape[1])
     positions, starts = positions[None], canvases.start[:, None]
     of_block = (positions >= starts) & (positions < starts + plan.block)
     left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block, axis=1)
     is_child = tree.parents[:, None] == np.arange(len(parents))[None]
     is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
-    reached = drafts.limit * plan.per_decision
-    runs_on = is_last & (left <= reached) & (following < state.row.end)
-    return own | (runs_on[None] & (every == levels[None] + 1))
+    further = (drafts.limit * plan.per_decision - left) // plan.block + 1
+    runs_on = is_last[None] & (every > levels[None]) & (every <= (levels + further)[None])
+    return own | (runs_on & (state.kept.cache.length + every * plan.block < state.row.end))
 
 
-def _block_counts(plan: DenoisePlan, tree: Tree) -> tuple[int, ...]:
-    """Returns the blocks per row and pass worth compiling.
+def block_counts(plan: DenoisePlan, tree: Tree) -> tuple[int, ...]:
+    """Returns the blocks per row and pass worth compiling, ascending.
 
-    One per canvas; one more for each path to an end, and for each block that drafts may fill.
+    One per canvas, and 0, 1, 2, 4, ... more for each path to an end. A path crosses the ends of the
+    blocks that drafts fill and that of a full block that is not cached, and runs on behind its end.
     """
     nodes = plan.num_nodes
     ends = nodes - len(set(tree.parents[1:nodes].tolist()))
-    more = 1 + int(tree.depths[:nodes].max()) * plan.per_decision // plan.block
-    return tuple(nodes + ends * extra for extra in range(1 + more))
+    filled = int(tree.depths[:nodes].max()) * plan.per_decision // plan.block
+    most = min(2 + 2 * filled, plan.window // plan.block - 1)
+    more = [0, *itertools.takewhile(lambda n: n < most, (2**i for i in itertools.count())), most]
+    return tuple(nodes + ends * extra for extra in more)
 
 
 def _listed(tree: Tree, width: int, wanted: Bool[Array, "levels nodes"]) -> Blocks:
@@ -176,7 +179,7 @@ def _listed(tree: Tree, width: int, wanted: Bool[Array, "levels nodes"]) -> Bloc
         canvas=jnp.argmax(jnp.any(is_entry, axis=1), axis=1),
         level=jnp.argmax(jnp.any(is_entry, axis=2), axis=1),
         of_nodes=jnp.clip(of_nodes, 0, width - 1),
-        is_read=(nearest >= 0) | jnp.any(later, axis=2),
+        is_read=((nearest >= 0) | jnp.any(later, axis=2)) & (of_nodes < width),
     )
 
 

@@ -43,7 +43,7 @@ class DenoisePlan:
         cache: one of `CACHES`.
         canvas_size: positions of every canvas; see `sized`.
         max_new: positions to fill in per row, except those that complete a last block.
-        window: positions of a prediction; a block and the next one where drafts go on there.
+        window: positions of a prediction; a block and those after it that drafts reach.
         per_decision: positions that a decision fills in at most.
         num_nodes: canvases per row and pass.
         one_shape: with `"blocks"`, every pass reads as many blocks as any may need; see also
@@ -302,11 +302,12 @@ class Finished(NamedTuple):
 
     Attributes:
         cache: of all finished blocks.
-        edge: features of the last cached position; they decide the next one under `shift`.
+        edge: features of the last cached position; they decide the next one under `shift`. In
+            what a pass returns, those of the last position of each block.
     """
 
     cache: KVCache
-    edge: Float[Array, " embed"]
+    edge: Float[Array, "*blocks embed"]
 
 
 class Blocks(NamedTuple):
@@ -376,9 +377,9 @@ def read_blocks(
     prediction = prediction._replace(start=jnp.full(nodes, begin), known=prediction.known & is_read)
     last = blocks.of_nodes[:-1]
 
-    def of_canvas(blocks: Array, axis: int) -> Array:
+    def of_canvas(entries: Array, axis: int) -> Array:
         """Puts the blocks of each canvas one after the other."""
-        return jnp.concatenate([blocks[of_level] for of_level in last], axis=axis)
+        return jnp.concatenate([entries[of_level] for of_level in last], axis=axis)
 
     layers = tuple(
         LayerKV(

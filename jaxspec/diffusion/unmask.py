@@ -88,19 +88,17 @@ def maskgit_plus(evidence: Evidence) -> Float[Array, " window"]:
 
 def entropy(evidence: Evidence) -> Float[Array, " window"]:
     """The negative entropy of the distribution (Dream)."""
-    logprobs = jax.nn.log_softmax(evidence.warped, axis=-1)
+    lower, odds = _odds_of_others(evidence.warped)
+    total = jnp.sum(odds, axis=-1)
     # An impossible token adds nothing, where 0 * -inf would be NaN.
-    parts = jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0.0)
-    return jnp.sum(parts, axis=-1)
+    parts = jnp.sum(jnp.where(odds > 0, odds * lower, 0.0), axis=-1)
+    return parts / (1.0 + total) - jnp.log1p(total)
 
 
 def topk_margin(evidence: Evidence) -> Float[Array, " window"]:
     """The logarithm of the likeliest token's lead in probability over the second (Dream)."""
-    logprobs = jax.nn.log_softmax(evidence.warped, axis=-1)
-    index = jax.lax.broadcasted_iota(jnp.int32, logprobs.shape, 1)
-    others = jnp.where(index == argmax_rows(logprobs)[:, None], -jnp.inf, logprobs)
-    best, second = jnp.max(logprobs, axis=-1), jnp.max(others, axis=-1)
-    return best + jnp.log1p(-jnp.exp(second - best))
+    _, odds = _odds_of_others(evidence.warped)
+    return jnp.log1p(-jnp.max(odds, axis=-1)) - jnp.log1p(jnp.sum(odds, axis=-1))
 
 
 def random_order(evidence: Evidence) -> Float[Array, " window"]:
@@ -115,6 +113,19 @@ ORDERS: dict[str, Callable[[Evidence], Float[Array, " window"]]] = {
     "topk_margin": topk_margin,
     "maskgit_plus": maskgit_plus,
 }
+
+
+def _odds_of_others(
+    logits: Float[Array, "window vocab"],
+) -> tuple[Float[Array, "window vocab"], Float[Array, "window vocab"]]:
+    """Logits less the best one, and their exponentials; the best token itself has the odds 0.
+
+    Scores computed from these differ where probabilities both round to 1.
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    is_best = index == argmax_rows(logits)[:, None]
+    lower = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return lower, jnp.where(is_best, 0.0, jnp.exp(lower))
 
 
 def _logprob_of(logits: Float[Array, "window vocab"], tokens: Int[Array, " window"]) -> Array:
@@ -378,6 +389,22 @@ def covers(prediction: Prediction, canvas: Canvas, block: int) -> Bool[Array, ""
     return jnp.sum(inside) == block
 
 
+def places_filled(
+    rules: Rules, pace: Pace, canvas: Canvas, said: Prediction
+) -> Bool[Array, " window"]:
+    """Returns the positions of a prediction that the stepwise decision takes their tokens for."""
+    eligible = _may_be_filled(rules, canvas, said)
+    order = places(said.scores, eligible)
+    fills = pace.fills(canvas, order, said.scores, jnp.sum(eligible))
+    if not rules.allow_mask_token:
+        # All that a schedule has left over.
+        fills = fills | (canvas.step + 1 >= pace.num_steps(rules.block))
+    if rules.opens_with_first:
+        first = said.start + jnp.arange(said.tokens.shape[0]) == canvas.start
+        fills = jnp.where(canvas.step == 0, first, fills)
+    return fills & eligible
+
+
 def advance(
     rules: Rules,
     pace: Pace,
@@ -408,20 +435,14 @@ def advance(
     window = prediction.tokens.shape[0]
     positions = prediction.start + jnp.arange(window)
     eligible = _may_be_filled(rules, canvas, prediction)
-    num_left = jnp.sum(eligible)
-    order = places(prediction.scores, eligible)
-    fills = pace.fills(canvas, order, prediction.scores, num_left)
+    fills = places_filled(rules, pace, canvas, prediction)
     is_last = canvas.step + 1 >= pace.num_steps(block)
-    if not rules.allow_mask_token:
-        fills = fills | is_last  # All that a schedule has left over.
-    if rules.opens_with_first:
-        fills = jnp.where(canvas.step == 0, positions == canvas.start, fills)
     finite = jnp.all(prediction.finite | ~eligible)
     # Not by writing the window into the canvas: XLA on CPUs does that position by position, in the
     # same memory from which it still reads what the ranks of the other positions depend on.
     everywhere = jnp.arange(canvas.tokens.shape[0])
     entry = jnp.clip(everywhere - prediction.start, 0, window - 1)
-    here = (positions[entry] == everywhere) & (fills & eligible)[entry]
+    here = (positions[entry] == everywhere) & fills[entry]
     tokens = jnp.where(here, prediction.tokens[entry], canvas.tokens)
 
     def masks_in(start: Int[Array, ""]) -> Int[Array, ""]:

@@ -279,7 +279,11 @@ def divergences_as_dicts(divergences: Sequence[Divergence]) -> list[dict[str, An
         >>> divergences_as_dicts([Divergence(0, 3, 1, None, gap=None)])[0]["is_tie"]
         False
     """
-    return [{**divergence._asdict(), "is_tie": divergence.is_tie} for divergence in divergences]
+    return [
+        # JSON has no number for the gap of a decision that was not finite.
+        {**one._asdict(), "gap": None if one.gap == float("inf") else one.gap, "is_tie": one.is_tie}
+        for one in divergences
+    ]
 
 
 def _header(comparison: Comparison) -> str:

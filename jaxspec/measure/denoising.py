@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import Model
@@ -18,8 +19,14 @@ from jaxspec.decoding.denoise import (
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import PromptLike
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.diffusion.passes import DenoisePlan
-from jaxspec.diffusion.unmask import Canvas, Prediction, ThresholdPace
+from jaxspec.diffusion.unmask import (
+    Canvas,
+    Pace,
+    Prediction,
+    Rules,
+    ThresholdPace,
+    places_filled,
+)
 from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import STEPWISE, Sample
 
@@ -36,12 +43,13 @@ def divergence_of_canvas(
     """Returns where a text leaves that of stepwise decoding; `None` if they are equal.
 
     The gap is the least of stepwise decoding's decisions, up to the first one whose token the other
-    text does not have: see `closest_decision`.
+    text does not have: see `closest_decision`. It is `None` where one text ends and the other goes
+    on.
 
     Args:
         model: a diffusion language model.
         prompt_index: the prompt's place, to name it with.
-        prompt: the prompt.
+        prompt: the prompt, decoded alone.
         config: settings of decoding.
         expected: tokens of stepwise decoding.
         other: tokens of a method.
@@ -61,24 +69,34 @@ def divergence_of_canvas(
         return None
     common = min(len(ours), len(theirs))
     place = next((i for i in range(common) if ours[i] != theirs[i]), common)
-    pair = [each[place] if place < len(each) else None for each in (theirs, ours)]
-    # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
-    request = prepare_denoising(model, [prompt], config, SelfSpeculation(0, lossy_top_k=2), seed)
-    return Divergence(prompt_index, place, *pair, gap=_least_gap(request, ours))
+    one, two = (each[place] if place < len(each) else None for each in (theirs, ours))
+    gap = None
+    if one is not None and two is not None:  # Rounding ends no text.
+        # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
+        listing = SelfSpeculation(0, lossy_top_k=2)
+        gap = _least_gap(prepare_denoising(model, [prompt], config, listing, seed), ours)
+        gap *= _sharpness(config)
+    return Divergence(prompt_index, place, one, two, gap)
+
+
+def _sharpness(config: DenoiseConfig) -> float:
+    """Returns a factor that undoes what temperature and guidance do to the size of rounding."""
+    temperature = float(np.max(config.temperature))
+    return min(temperature or 1.0, 1.0) / (2 * config.guidance + 1)
 
 
 def _least_gap(request: DenoiseRequest, text: Sequence[int]) -> float:
-    """Returns the least gap of the decisions before a text is contradicted."""
+    """Returns the least gap of the decisions, up to the first one that contradicts a text."""
     states, gaps = request.begin(), []
+    pace: Pace = jax.tree.map(lambda leaf: leaf[0], request.prompts.pace)
     while int(states.canvas.stop[0]) == Stop.RUNNING:
         before = jax.device_get(states.canvas)
         states, _ = request.step(states)
         said = jax.device_get(states.prediction)
-        (after,) = np.asarray(states.canvas.tokens)
-        canvas, prediction = jax.tree.map(lambda leaf: leaf[0], (before, said))
-        threshold = _threshold_of(request)
-        gaps.append(closest_decision(request.plan, canvas, after, prediction, threshold))
-        (written,) = request.continuations(after[None])
+        canvas: Canvas = jax.tree.map(lambda leaf: leaf[0], before)
+        prediction: Prediction = jax.tree.map(lambda leaf: leaf[0], said)
+        gaps.append(closest_decision(request.plan.rules, pace, canvas, prediction))
+        written = request.continuations(np.asarray(states.canvas.tokens))[0]
         masks = written == request.plan.rules.mask_token_id
         common = min(len(text), len(written))
         if np.any((written[:common] != text[:common]) & ~masks[:common]):
@@ -86,47 +104,35 @@ def _least_gap(request: DenoiseRequest, text: Sequence[int]) -> float:
     return min(gaps)
 
 
-def _threshold_of(request: DenoiseRequest) -> float | None:
-    pace = request.prompts.pace
-    return float(pace.log_threshold[0]) if isinstance(pace, ThresholdPace) else None
-
-
-def closest_decision(
-    plan: DenoisePlan,
-    before: Canvas,
-    after: np.ndarray,
-    said: Prediction,
-    threshold: float | None = None,
-) -> float:
+def closest_decision(rules: Rules, pace: Pace, canvas: Canvas, said: Prediction) -> float:
     """Returns how far a decision of stepwise decoding was from another one.
 
     It is the least of these:
 
-    - of each token filled in, the distance of its logit from the next likeliest one's;
-    - the distance of scores between the last position filled in and the first one left, or of any
+    - of each token chosen, the distance of its logit from the next likeliest one's;
+    - the distance of scores between the last position chosen and the first one left, or of any
       score from the threshold, relative to the larger of the two. Scores are log-probabilities, and
-      those of sure tokens are all close to 0.
+      those of sure tokens are all close to 0. A random order has no rounding.
 
     Args:
-        plan: static settings.
-        before: the canvas before the decision.
-        after: its tokens after it.
+        rules: static settings.
+        pace: number of positions to fill in.
+        canvas: the canvas before the decision.
         said: the prediction for that canvas, with the two likeliest tokens of each position.
-        threshold: least score that is filled in, if there is one.
     """
     assert said.likeliest_logits is not None, "asked for"
+    filled = np.asarray(places_filled(rules, *jax.tree.map(jnp.asarray, (pace, canvas, said))))
     window = said.start + np.arange(len(said.tokens))
-    masks = before.tokens[window] == plan.rules.mask_token_id
-    filled = masks & (after[window] != before.tokens[window])
-    left = masks & ~filled & (window < before.start + plan.block)
-    logits = said.likeliest_logits[filled]
+    masks = canvas.tokens[window] == rules.mask_token_id
+    left = masks & ~filled & (window < canvas.start + rules.block)
+    logits, scores = said.likeliest_logits[filled], said.scores
     gaps = [float("inf"), *(logits[:, 0] - logits[:, 1]).tolist()]
     pairs: list[tuple[float, float]] = []
-    is_ordered = not (plan.rules.opens_with_first and before.step == 0)
-    if is_ordered and threshold is None and filled.any() and left.any():
-        pairs = [(np.min(said.scores[filled]), np.max(said.scores[left]))]
-    if is_ordered and threshold is not None:
-        pairs = [(score, threshold) for score in said.scores[filled | left]]
+    if rules.order != "random" and not (rules.opens_with_first and canvas.step == 0):
+        if filled.any() and left.any():
+            pairs = [(np.min(scores[filled]), np.max(scores[left]))]
+        if isinstance(pace, ThresholdPace):
+            pairs += [(score, float(pace.log_threshold)) for score in scores[filled | left]]
     gaps += [float(abs(one - other) / max(abs(one), abs(other), _TINY)) for one, other in pairs]
     return min(gaps)
 

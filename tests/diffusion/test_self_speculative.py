@@ -1,5 +1,7 @@
 """Self-speculative decoding gives what stepwise decoding gives, in fewer passes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ import pytest
 from jaxspec import DenoiseConfig, DenoiseResult, SelfSpeculation, denoise, denoise_stream
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Params, Stop
-from jaxspec.decoding.denoise import measure_costs, prepare_denoising
-from jaxspec.diffusion import self_speculative
+from jaxspec.decoding.denoise import DenoiseRequest, measure_costs, prepare_denoising
+from jaxspec.diffusion import canvases, self_speculative
 from jaxspec.diffusion.passes import Blocks, read_blocks, read_canvas
 from jaxspec.diffusion.self_speculative import (
     begin,
@@ -44,6 +46,7 @@ CASES = {
     "blocks": ({"block": BLOCK}, {}),
     "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
     "blocks, two tokens per step": ({"block": BLOCK, "seed": 1}, {"steps": 6}),
+    "blocks, whole ones": ({"block": BLOCK, "shift": True}, {"steps": 3}),
     "blocks, threshold": ({"block": BLOCK}, {"threshold": 0.1}),
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
@@ -482,6 +485,54 @@ def test_weights_that_are_not_finite_end_a_row():
     assert outcome.canvas.stop.tolist() == [Stop.NOT_FINITE] * 2
     rows = request.result(outcome)
     assert [(len(row.tokens), row.finish_reason) for row in rows] == [(0, "not_finite")] * 2
+
+
+def test_costs_are_measured_on_canvases_of_one_size(monkeypatch):
+    """Drafts of whole blocks reach further than the canvas of passes without drafts."""
+    plans = []
+
+    def timed(request, most):
+        plans.append(request.plan)
+        return lambda: float(most)
+
+    monkeypatch.setattr(DenoiseRequest, "timed", timed)
+    settings = DenoiseConfig(max_new_tokens=64, threshold=0.9)
+    measure_costs(tiny_model(block=32), [[1]], settings, SelfSpeculation(5), repeats=1)
+    assert [plan.num_nodes for plan in plans] == [1, 2, 3, 4, 5, 6]
+    assert len({(plan.window, plan.canvas_size) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [SelfSpeculation(BLOCK + 1, costs=(1.0,) * (BLOCK + 2)), SelfSpeculation(2, branch=2)],
+    ids=["chain", "tree"],
+)
+@pytest.mark.parametrize(
+    "changes", [{}, *(pytest.param(one, marks=SLOW) for one in ({"steps": 6}, {"threshold": 0.3}))]
+)
+def test_every_wanted_block_has_room_in_the_widest_pass(speculation, changes, monkeypatch):
+    """Also in rounds that draft less than the window is made for."""
+    counted = []
+    listed = canvases._listed
+
+    def listing(tree, width, wanted):
+        jax.debug.callback(lambda most: counted.append((int(most), width)), jnp.sum(wanted))
+        return listed(tree, width, wanted)
+
+    monkeypatch.setattr(canvases, "_listed", listing)
+    model = tiny_model(block=BLOCK, seed=1)
+    request = prepare_denoising(model, PROMPTS, config(**changes), speculation, 0)
+    for index in range(len(speculation.draft_counts)):
+        always = jnp.int32(index)
+        monkeypatch.setattr(self_speculative, "worth_drafting", lambda *_, always=always: always)
+        settings = {"plan": request.plan, "speculation": speculation}
+        step = jax.jit(partial(self_speculative.denoise_step, **settings))
+        states = request.begin()
+        while (np.asarray(states.canvas.stop) == Stop.RUNNING).any():
+            states, _ = step(request.params, states)
+    jax.effects_barrier()
+    assert len({width for _, width in counted}) > 1
+    assert all(most <= width for most, width in counted)
 
 
 def test_costs_are_measured_for_every_number_of_drafts():

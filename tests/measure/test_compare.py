@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ import pytest
 import jaxspec
 from jaxspec import DenoiseConfig, SelfSpeculation
 from jaxspec.checkpoint import Model
+from jaxspec.core.types import Stop
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig, prepare
-from jaxspec.diffusion.passes import DenoisePlan
-from jaxspec.diffusion.unmask import Canvas, Prediction, Rules
+from jaxspec.diffusion.unmask import Canvas, EvenPace, Prediction, Rules, ThresholdPace
 from jaxspec.measure import denoising
 from jaxspec.measure.compare import find_divergence
 from jaxspec.measure.comparison import TIE_GAP
@@ -272,38 +271,51 @@ def test_a_token_with_an_equal_twin_is_a_tie(settings):
     assert denoising.divergence_of_canvas(twins, 0, [1, 2, 3], config, *texts).is_tie
 
 
-class Closeness(NamedTuple):
-    """A decision of a block of four, by hand: position 1 is filled in, 0 is no mask."""
-
-    lead: float = 1.0
-    scores: tuple[float, float, float, float] = (0.0, -0.1, -0.2, -0.4)
-    threshold: float | None = None
-    step: int = 1
-    opens_with_first: bool = False
+EVEN = EvenPace(np.int32(4))
 
 
 @pytest.mark.parametrize(
-    ("decision", "gap"),
+    ("settings", "scores", "lead", "gap"),
     [
-        (Closeness(), 0.5),  # -0.1 and -0.2
-        (Closeness(lead=0.3), 0.3),
-        (Closeness(scores=(-0.1, -1.0e-8, -1.5e-8, -1.0)), 1 / 3),  # both round to 1
-        (Closeness(threshold=-0.16), 0.2),  # -0.2 is the nearest
-        (Closeness(opens_with_first=True), 0.5),
-        (Closeness(opens_with_first=True, step=0), 1.0),  # no score decides
+        ({}, (-0.3, -0.1, -0.2, -0.4), 1.0, 0.5),  # -0.1 before -0.2
+        ({}, (-0.3, -0.1, -0.2, -0.4), 0.3, 0.3),
+        ({}, (-0.1, -1.0e-8, -1.5e-8, -1.0), 1.0, 1 / 3),  # probabilities that both round to 1
+        ({"pace": ThresholdPace(np.float32(-0.16))}, (-0.3, -0.1, -0.2, -0.4), 1.0, 0.2),
+        # Both lie below the threshold: one is filled in nevertheless.
+        ({"pace": ThresholdPace(np.float32(-0.01))}, (-0.9, -0.8, -1.0, -2.0), 1.0, 0.1 / 0.9),
+        ({"order": "random"}, (-0.3, -0.1, -0.11, -0.4), 1.0, 1.0),
+        ({"opens_with_first": True}, (-0.3, -0.1, -0.2, -0.4), 1.0, 0.5),
+        ({"opens_with_first": True, "step": 0}, (-0.3, -0.1, -0.2, -0.4), 1.0, 1.0),
+        ({"allow_mask_token": True}, (-0.3, -0.1, -0.2, -0.4), 0.3, 0.3),
     ],
 )
-def test_the_gap_of_a_decision_by_hand(decision, gap):
-    mask = 9
-    rules = Rules(4, "low_confidence", mask, mask, opens_with_first=decision.opens_with_first)
-    plan = DenoisePlan(rules, False, False, "none", canvas_size=6, max_new=4, window=4)
-    before = np.asarray([5, 3, mask, mask, mask, mask])  # the prompt, the block, the next one
-    after = np.asarray([5, 3, 7, mask, mask, mask])
-    canvas = Canvas(before, np.int32(1), np.int32(decision.step), np.int32(4), np.int32(0))
-    values = np.asarray([[2.0, 2.0], [2.0, 2.0 - decision.lead], [2.0, 2.0], [2.0, 2.0]])
+def test_the_gap_of_a_decision_by_hand(settings, scores, lead, gap):
+    """A block of four masks, of which one is filled in: the mask itself, if it may be."""
+    mask, settings = 9, dict(settings)
+    step, pace = np.int32(settings.pop("step", 1)), settings.pop("pace", EVEN)
+    rules = Rules(4, **{"order": "low_confidence", **settings}, mask_token_id=mask, num_tokens=mask)
+    canvas = Canvas(
+        np.asarray([5, *[mask] * 5]), np.int32(1), step, np.int32(4), np.int32(Stop.RUNNING)
+    )
+    tokens = np.asarray([mask if rules.allow_mask_token else 7] * 4)
+    values = np.repeat([[2.0, 2.0 - lead]], 4, axis=0)
     every = np.ones(4, bool)
-    tokens = np.asarray([1, 7, 1, 1])
-    scores = np.asarray(decision.scores)
-    said = Prediction(np.int32(1), tokens, scores, every, every, None, values)
-    found = denoising.closest_decision(plan, canvas, after, said, decision.threshold)
-    assert found == pytest.approx(gap)
+    said = Prediction(
+        np.int32(1), tokens, np.asarray(scores, np.float32), every, every, None, values
+    )
+    assert denoising.closest_decision(rules, pace, canvas, said) == pytest.approx(gap, rel=1e-5)
+
+
+def test_where_one_text_ends_rounding_explains_nothing():
+    model, config = filling_model("filling", None), DenoiseConfig(8, 4)
+    (row,) = jaxspec.denoise(model, [[1, 2, 3]], config)
+    found = denoising.divergence_of_canvas(model, 0, [1, 2, 3], config, row.tokens, row.tokens[:5])
+    assert found == (0, 5, row.tokens[5], None, None)
+    assert not found.is_tie
+
+
+def test_a_sharper_distribution_makes_rounding_larger():
+    configs = [DenoiseConfig(4, 4, guidance=scale) for scale in (0.0, 2.0)]
+    assert [denoising._sharpness(config) for config in configs] == [1.0, 0.2]
+    assert denoising._sharpness(DenoiseConfig(4, 4, temperature=0.1)) == pytest.approx(0.1)
+    assert denoising._sharpness(DenoiseConfig(4, 4, temperature=3.0)) == 1.0
