@@ -1,8 +1,8 @@
 // Decodes with a file of `jaxspec export`, by whole speculative steps, and prints the text as it
 // grows. Greedy, one text at a time, as `jaxspec generate --runtime litert`.
 //
-//   jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] [--gpu fp32|fp16] [--ids]
-//                [--] PROMPT...
+//   jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] [--weight-cache FILE]
+//                [--gpu fp32|fp16] [--ids] [--] PROMPT...
 
 #include <array>
 #include <chrono>
@@ -17,6 +17,8 @@
 namespace {
 
 const std::string kOut = "o_";  // an output o_NAME is the next call's input NAME
+const std::string kManifest = "jaxspec_manifest";  // its place in the file; its entry: its format
+const int kFormat = 2;
 
 void check(LiteRtStatus status, const std::string& work) {
   if (status) throw Error(work + ": LiteRT answers with status " + std::to_string(status) + ".");
@@ -25,9 +27,13 @@ void check(LiteRtStatus status, const std::string& work) {
 // What an app needs of the manifest, which lies in the file itself.
 struct Manifest {
   int capacity, num_tokens, depth = 0;
+  std::string checksum;
   std::vector<int> stops;
 
   explicit Manifest(const Json& json) {
+    if (json.at(kManifest, Json::Number).integer() != kFormat)
+      throw Error("the file was exported by another version of jaxspec: export it again.");
+    checksum = json.at("checksum", Json::String).text;
     capacity = json.at("capacity", Json::Number).integer();
     num_tokens = json.at("num_tokens", Json::Number).integer();
     for (const Json& id : json.at("stop_token_ids", Json::List).list) stops.push_back(id.integer());
@@ -99,7 +105,7 @@ class Buffer {
 };
 
 struct Options {
-  std::string model, by, gpu;
+  std::string model, by, gpu, weight_cache;
   int tokens = 128, threads = 1;
   bool ids = false;
   std::vector<std::string> prompts;
@@ -112,7 +118,7 @@ class Model {
     check(LiteRtCreateModelFromFile(environment_, options.model.c_str(), &model_), options.model);
     const void* data;
     size_t size;
-    if (LiteRtGetModelMetadata(model_, "jaxspec_manifest", &data, &size))
+    if (LiteRtGetModelMetadata(model_, kManifest.c_str(), &data, &size))
       throw Error(options.model + " has no manifest: `jaxspec export` did not make it.");
     std::string_view text(static_cast<const char*>(data), size);
     while (!text.empty() && !text.back()) text.remove_suffix(1);
@@ -216,6 +222,10 @@ class Model {
     std::string settings =
         gpu ? std::string("precision = ") + (options.gpu == "fp16" ? "1" : "2") + "\n"
             : "num_threads = " + std::to_string(options.threads) + "\n";
+    // Signatures then share one copy of the weights. LiteRT does not check whose they are.
+    if (!options.weight_cache.empty())
+      settings += "weight_cache_file_path = \"" + options.weight_cache + "-" +
+                  manifest_->checksum.substr(0, 16) + "\"\n";
     LiteRtOpaqueOptions opaque;
     check(LiteRtCreateOpaqueOptions(gpu ? "gpu_options" : "xnnpack", strdup(settings.c_str()),
                                     std::free, &opaque),
@@ -428,6 +438,8 @@ Options read_options(int count, char** words) {
         options.tokens = whole_number(word, value);
       else if (word == "--threads")
         options.threads = whole_number(word, value);
+      else if (word == "--weight-cache" && value.find_first_of("\"\\\n") == std::string::npos)
+        options.weight_cache = value;
       else if (word == "--gpu" && (value == "fp32" || value == "fp16"))
         options.gpu = value;
       else
@@ -440,8 +452,10 @@ Options read_options(int count, char** words) {
   }
   if (options.prompts.empty())
     throw Error(
-        "usage: jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] [--gpu fp32|fp16] "
-        "[--ids] [--] PROMPT...");
+        "usage: jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] "
+        "[--weight-cache FILE] [--gpu fp32|fp16] [--ids] [--] PROMPT...");
+  if (!options.gpu.empty() && !options.weight_cache.empty())
+    throw Error("--weight-cache: is for the CPU; leave it out, or leave out --gpu.");
   return options;
 }
 

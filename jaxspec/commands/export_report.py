@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     drafter = drafter_asked(args, model)
     announce_export(args, drafter, config)
     texts = [encode_prompt(model, prompt) for prompt in held_out(args)]
+    args.out.mkdir(parents=True, exist_ok=True)
     with progress_bar(len(QUANTIZATIONS)) as advance:
-        found = compare_quantizations(model, texts, drafter, config, advance)
+        found = compare_quantizations(model, texts, drafter, config, advance, args.out)
     table = Table(
         title=f"{len(texts)} held-out texts; tau is tokens per step, bonus included",
         title_justify="left",
@@ -59,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
-    args.out.mkdir(parents=True, exist_ok=True)
     with replacing_files(args.out) as staging:
         rows = [row._asdict() for row in found]
         write_json(staging / REPORT_FILE, {"model": model.name, "quantizations": rows})

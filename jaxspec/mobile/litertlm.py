@@ -41,6 +41,7 @@ from jaxspec.mobile.records import (
     Shapes,
     Signature,
     Target,
+    cleared,
     floats,
     ints,
     kv_inputs,
@@ -309,6 +310,7 @@ def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
     """Makes `prefill_N`, which caches up to `size` tokens and writes their padding behind them."""
 
     def prefill(params: Params, inputs: Record) -> Record:
+        inputs = cleared(inputs, _CACHE, inputs["input_pos"][0])
         return _pass(params.target, target, inputs)[1]
 
     return make_signature(target, prefill, _pass_inputs(target, carried, size), _forms(target))

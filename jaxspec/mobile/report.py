@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.decoding.metrics import Counts
 from jaxspec.drafters import DrafterLike
 from jaxspec.measure.agreement import TextLogits, agreement
@@ -46,20 +46,20 @@ class Quality(NamedTuple):
 def quality_table(qualities: Sequence[Quality]) -> tuple[list[str], list[list[str]]]:
     """Returns columns and rows as text; the first of `qualities` is that of float32."""
     exact = qualities[0]
-    columns = ["weights", "MB", "x float32 file", "KL, nats", "same top-1", "tau"]
-    rows = [
-        [each.quantization, f"refused: {each.refused}", "", "", "", ""]
-        if each.kl is None or each.top1 is None
-        else [
-            each.quantization,
-            f"{each.size / 1e6:.1f}",
-            f"{each.size / exact.size:.3f}",
-            f"{each.kl:.2g}",
-            f"{each.top1:.1%}",
-            "" if each.tau is None else f"{each.tau:.2f}",
-        ]
-        for each in qualities
-    ]
+    columns = ["weights", "MB", "x float32 file", "KL, nats", "same top-1", "tau", "x float32 tau"]
+    rows = []
+    for each in qualities:
+        row = [each.quantization, f"refused: {each.refused}", "", "", "", "", ""]
+        if each.kl is not None and each.top1 is not None:
+            row[1:5] = [
+                f"{each.size / 1e6:.1f}",
+                f"{each.size / exact.size:.3f}",
+                f"{each.kl:.2g}",
+                f"{each.top1:.1%}",
+            ]
+        if each.tau is not None and exact.tau is not None:
+            row[5:] = [f"{each.tau:.2f}", f"{each.tau / exact.tau:.3f}"]
+        rows.append(row)
     return columns, rows
 
 
@@ -69,6 +69,7 @@ def compare_quantizations(
     drafter: DrafterLike | None = None,
     config: ExportConfig | None = None,
     advance: Callable[[str], None] = lambda _: None,
+    folder: Path | None = None,
 ) -> list[Quality]:
     """Exports a model in each quantization and compares them, float32 first.
 
@@ -79,23 +80,32 @@ def compare_quantizations(
         drafter: as for `export`.
         config: functions and shapes; its quantization is not used.
         advance: called once per quantization.
+        folder: existing one for a temporary folder of these files; `None`: the system's.
+
+    Raises:
+        ValueError: the model cannot be exported in float32.
+        CheckpointError: the disk is too small for a file.
     """
     config = config or ExportConfig()
     shapes = dataclasses.replace(config, check_gpu_ops=False, calibration=None)
     texts = [text[: min(SCORED_TOKENS, shapes.capacity // 2)] for text in texts]
     exact: list[TextLogits] = []
     found = []
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=folder) as work:
         for name, weights in QUANTIZATIONS.items():
             advance(name)
             prompts = config.calibration if weights is not None and weights.calibrated else None
             settings = {"quantization": name, "calibration": prompts}
             try:
-                export(model, folder, drafter, dataclasses.replace(shapes, **settings))
+                export(model, work, drafter, dataclasses.replace(shapes, **settings))
+            except CheckpointError:
+                raise
             except ValueError as error:
+                if not exact:
+                    raise
                 found.append(Quality(name, refused=str(error)))
                 continue
-            path = Path(folder) / MODEL_FILE
+            path = Path(work) / MODEL_FILE
             file = MobileModel(path)
             logits = [_logits(file, text) for text in texts]
             exact = exact or logits

@@ -358,9 +358,9 @@ def _write_kit(
     shapes = dataclasses.replace(
         config, prefill=config.prefill[:1], trees=(), verify=fitting, levels=_KIT_NODES
     )
-    with TemporaryDirectory() as work:
+    with TemporaryDirectory(dir=folder) as work:
         manifest = export(model, work, loaded, shapes, calibration)
-        shutil.copyfile(Path(work) / MODEL_FILE, folder / KIT_FILE)
+        (Path(work) / MODEL_FILE).replace(folder / KIT_FILE)
     return {
         "levels": manifest.depth,
         "signatures": {name: valid_integers(manifest, name) for name in timed_signatures(manifest)},

@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # bytes, of what buffers in the flatbuffer hold
 _BEHIND = 64  # bytes, the same of the weights behind it
 _ROWS = 1024  # of a weight that are rounded at a time; even, as two weights may share a byte
 _LARGE = 1 << 30  # bytes of a file from which writing shows its progress
-_RUNTIME = b"2.14.0"  # of TensorFlow Lite, the oldest that was tried on such a file
+RUNTIME = b"2.20.0"  # of ai-edge-litert 1.4.0, the oldest that computes such files right
 
 
 class Leaf(NamedTuple):
@@ -215,7 +215,7 @@ class TfliteFile:
         """Raises the version of the runtime that the file asks for, which hosts may read."""
         for entry in self._model.metadata or ():
             if entry.name == b"min_runtime_version":
-                text = _RUNTIME.ljust(_ALIGNMENT, b"\0")
+                text = RUNTIME.ljust(_ALIGNMENT, b"\0")
                 self._model.buffers[entry.buffer].data = np.frombuffer(text, np.uint8)
 
     def _fill(self, graph: Any, signature: Any) -> None:

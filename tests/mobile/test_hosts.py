@@ -132,6 +132,11 @@ def test_the_host_gives_the_tokens_of_python(host, demo):
             assert answer["tokens"] == decoded.tokens.tolist(), prompt
             assert tuple(answer["counts"]) == decoded.counts
     assert max(count for answer in answers["step_2"] for count in answer["counts"]) == 4
+    packed = demo.parent / "packed"
+    for _ in range(2):  # made, and read
+        words = ("--by", "step_1", "--tokens", str(NUM_TOKENS), "--weight-cache", str(packed))
+        assert host(demo, *words) == answers["step_1"]
+        assert Path(f"{packed}-{file.manifest.checksum[:16]}").stat().st_size > 0
     said = host(demo, "--by", "step_1", "--tokens", str(NUM_TOKENS), ids=False).decode()
     texts = [file.tokenizer.decode(each["tokens"]) for each in answers["step_1"]]
     assert said == "".join(f"{text}\n" for text in texts)
@@ -202,6 +207,11 @@ def test_mistakes_are_one_line(host, tmp_path):
     by_threshold = host(skips, "--by", "step_exit", prompts=["what"])
     assert "ends no drafts early; take step instead of step_exit." in by_threshold
     assert "--gpu int8 is not known" in fails("--gpu", "int8")
+    assert "--weight-cache: is for the CPU" in fails("--gpu", "fp32", "--weight-cache", "packed")
+    old = path.read_bytes().replace(b'{"jaxspec_manifest":2', b'{"jaxspec_manifest":1')
+    (tmp_path / "old.tflite").write_bytes(old)
+    said = host(tmp_path / "old.tflite", prompts=["what"])
+    assert "was exported by another version of jaxspec" in said
     assert "the vocabulary lacks" in host(path, "--", prompts=["--\u00fc"])
     assert "usage: jaxspec-host" in host(path, prompts=[])
     assert "takes 1 to 63 tokens, got 64" in host(path, prompts=["a" * 64])
@@ -475,7 +485,8 @@ class ByPython:
 
     def answer(self, asked: str, *words: Any) -> list[int]:
         if asked == "open":
-            assert words == (str(self.path), ["CPU"])
+            packed = f"packed-{read_manifest(self.path).checksum[:16]}"
+            assert words == (str(self.path), ["CPU"], str(self.path.parent / packed))
         elif asked == "buffer":
             number, is_input, signature, name = words
             runner = self.runners[signature]

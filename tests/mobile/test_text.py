@@ -11,7 +11,7 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import save_eagle
+from jaxspec.checkpoint import CheckpointError, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import export_options, export_report, export_tuned
 from jaxspec.commands.options import drafter_spec
@@ -28,7 +28,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import jax
 
-from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, calibration, export
+from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, calibration, export, report
 from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile import memory as memory_module
 from jaxspec.mobile.calibration import calibrate
@@ -174,16 +174,34 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     ("flags", "named"), [([], ("int8", None)), (["--calibration", "P"], ("int4-calibrated", "P"))]
 )
 def test_a_report_names_calibration_where_it_is_asked_for(
-    capsys, monkeypatch, folders, flags, named
+    capsys, monkeypatch, folders, tmp_path, flags, named
 ):
-    def compared(model, texts, drafter, config, advance):
+    def compared(model, texts, drafter, config, advance, folder):
         raise ValueError(f"{config.quantization}, {config.calibration}")
 
     monkeypatch.setattr(export_report, "compare_quantizations", compared)
-    argv = ["export", "report", str(folders / "model"), "nowhere", *flags]
+    argv = ["export", "report", str(folders / "model"), str(tmp_path), *flags]
     argv += ["--capacity", "32", "--prefill", "8", "--prompts", str(folders / "prompts.jsonl")]
     said = fails(capsys, *argv)
     assert f"{named[0]}, {named[1]}" in said
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [("float32", ValueError("no such model")), ("int8", CheckpointError("the disk is full"))],
+)
+def test_a_report_ends_where_a_quantization_is_not_the_reason(monkeypatch, model, broken, error):
+    """Without float32 there is nothing to compare with, and a full disk is refused as such."""
+
+    def exported(model, folder, drafter, config):
+        if config.quantization == broken:
+            raise error
+        return export(model, folder, drafter, config)
+
+    monkeypatch.setattr(report, "export", exported)
+    shapes = ExportConfig(capacity=32, prefill=(8,), bundle="cpu", check_gpu_ops=False)
+    with pytest.raises(type(error), match=str(error)):
+        report.compare_quantizations(model, [[1, 2, 3]], None, shapes)
 
 
 @pytest.mark.parametrize(("otherwise", "nodes"), [(None, 1), (EAGLE_PATHS, 25)])

@@ -8,12 +8,13 @@ import pytest
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
+from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.opset import read_graphs
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.weights import Leaf, TfliteFile
+from jaxspec.mobile.weights import RUNTIME, Leaf, TfliteFile
 
 _draws = np.random.default_rng(0)
 WEIGHTS = {
@@ -97,6 +98,12 @@ def test_each_weight_is_stored_once_for_all_functions(filled):
     }
     assert all(place % 64 == 0 for several in places.values() for place in several)
     assert WEIGHTS["unused"].tobytes() not in filled["float32"]
+
+
+def test_a_file_says_how_old_a_runtime_may_be(filled):
+    file = schema.ModelT.InitFromPackedBuf(filled["float32"], 0)
+    (entry,) = [each for each in file.metadata if each.name == b"min_runtime_version"]
+    assert bytes(file.buffers[entry.buffer].data).rstrip(b"\0") == RUNTIME
 
 
 def test_tables_have_8_bits_and_what_is_no_embedding_has_32(filled):

@@ -74,7 +74,8 @@ class CompiledModel private constructor() : AutoCloseable {
 
     companion object {
         fun create(filePath: String, options: Options): CompiledModel {
-            ask("open", filePath, JSONArray(options.accelerators.map { it.name }))
+            val packed = options.cpuOptions?.xnnPackWeightCachePath
+            ask("open", filePath, JSONArray(options.accelerators.map { it.name }), packed)
             return CompiledModel()
         }
     }

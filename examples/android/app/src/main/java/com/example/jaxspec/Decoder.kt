@@ -8,6 +8,7 @@ import java.io.Closeable
 import java.io.File
 
 const val PLAIN = "decode"
+private const val FORMAT = 2 // of manifests
 private const val OUT = "o_" // an output o_NAME is the next call's input NAME
 private const val REPORT = "report" // an output of files with several trees
 private val STEP = Regex("step(_[0-9]+)?") // whole steps of greedy decoding
@@ -31,6 +32,7 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
     private val profile = File(folder, "profile.json").let { if (it.isFile) JSONObject(it.readText()) else JSONObject() }.also {
         val bytes = it.optJSONObject("files")?.optJSONObject("model.tflite")?.getLong("bytes")
         require(bytes == null || bytes == File(folder, "model.tflite").length()) { "profile.json is of another model.tflite: delete it." }
+        require(manifest.optInt("jaxspec_manifest") == FORMAT) { "manifest.json is of another version of jaxspec: export again." }
         require(signatures.has(PLAIN)) { "This file has no decode: the app runs causal models only." }
     }
     private val buffers = HashMap<String, Array<TensorBuffer>>()
@@ -57,7 +59,10 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
             options.gpuOptions =
                 CompiledModel.GpuOptions(precision = CompiledModel.GpuOptions.Precision.FP32)
         } else {
-            options.cpuOptions = CompiledModel.CpuOptions(numThreads = threads)
+            // Packed weights in a file: all signatures share one copy. LiteRT does not check whose they are.
+            val packed = "packed-${manifest.getString("checksum").take(16)}"
+            folder.listFiles { file -> file.name.startsWith("packed-") && file.name != packed }?.forEach(File::delete)
+            options.cpuOptions = CompiledModel.CpuOptions(numThreads = threads, xnnPackWeightCachePath = File(folder, packed).path)
         }
         // By its path, so that the file is mapped: an asset of this size would be copied.
         model = CompiledModel.create(File(folder, "model.tflite").path, options)
