@@ -33,7 +33,7 @@ struct Manifest {
   explicit Manifest(const Json& json) {
     if (json.at(kManifest, Json::Number).integer() != kFormat)
       throw Error("the file was exported by another version of jaxspec: export it again.");
-    checksum = json.at("checksum", Json::String).text;
+    checksum = json.at("checksum", Json::Text).text;
     capacity = json.at("capacity", Json::Number).integer();
     num_tokens = json.at("num_tokens", Json::Number).integer();
     for (const Json& id : json.at("stop_token_ids", Json::List).list) stops.push_back(id.integer());
