@@ -23,12 +23,14 @@ if [ "$backend" = gpu ]; then whole="--use_gpu=true --use_cpu=false --require_fu
 for program in adb jaxspec python; do
   command -v "$program" >/dev/null || { echo "phone.sh: $program is not on the PATH." >&2; exit 2; }
 done
+adb get-state >/dev/null 2>&1 || { echo "phone.sh: adb reaches no phone: plug it in, and allow USB debugging on it." >&2; exit 2; }
 mkdir -p "$out"
 trap 'adb shell rm -rf "$folder" || true' EXIT
 
 check_room() { # files that are about to be pushed
   needed=$(du -k "$@" | awk '{ sum += $1 } END { print sum }')
   free=$(adb shell df -k /data/local/tmp | awk 'END { print $4 }')
+  case $free in ''|*[!0-9]*) echo "phone.sh: the phone does not say how much room it has left." >&2; exit 1 ;; esac
   if [ "$free" -lt "$needed" ]; then
     echo "phone.sh: the phone has $free kB left, and $* need $needed kB." >&2
     exit 1

@@ -12,7 +12,12 @@ from jaxspec.batch import JobReport
 from jaxspec.batch.report import job_bar
 from jaxspec.batch.writer import progress_path
 from jaxspec.commands import EXIT_ERROR
-from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
+from jaxspec.commands.canvas import (
+    MOST_DRAFTS,
+    add_diffusion_arguments,
+    canvas_settings,
+    check_kind,
+)
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.interrupts import telling
 from jaxspec.commands.options import (
@@ -181,7 +186,7 @@ def _decode(args: argparse.Namespace) -> JobReport:
     drafter: batch.AnyDrafter
     if model.is_diffusion:
         check_kind(args, "diffusion", read=("drafting",))
-        config, drafter = canvas_settings(args)
+        config, drafter = canvas_settings(args, MOST_DRAFTS if args.drafting == "auto" else 0)
     else:
         check_kind(args, "causal")
         drafter = drafter_asked(args, model)

@@ -166,13 +166,15 @@ def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_
         assert main([*argv, *flags]) == 2
         assert said in capsys.readouterr().err
         assert not out.exists()
-    flags = ["--max-new-tokens", "8", "--drafts", "2", "--drafting", "always"]
-    assert main([*argv, *flags]) == 0
     settings = DenoiseConfig(max_new_tokens=8)
     rows = jaxspec.denoise(model, texts, settings)
-    records = {json.loads(line)["line"]: json.loads(line) for line in out.read_text().splitlines()}
-    assert [records[line]["text"] for line in (1, 2, 3)] == [row.text for row in rows]
-    assert "3 of 3 records" in capsys.readouterr().err
+    for drafts in (["--drafts", "2", "--drafting", "always"], ["--drafting", "auto"]):
+        assert main([*argv, "--max-new-tokens", "8", *drafts]) == 0
+        lines = map(json.loads, out.read_text().splitlines())
+        records = {record["line"]: record for record in lines}
+        assert [records[line]["text"] for line in (1, 2, 3)] == [row.text for row in rows]
+        assert "3 of 3 records" in capsys.readouterr().err
+        out.unlink()
 
 
 def test_a_slot_that_stays_empty_does_not_decide_how_many_drafts_pay():

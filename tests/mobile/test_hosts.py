@@ -430,6 +430,20 @@ def test_the_script_for_a_phone(tmp_path, backend):
     assert calls.endswith("shell rm -rf /data/local/tmp/jaxspec\n")
 
 
+def test_without_a_phone_the_script_ends_before_it_exports(tmp_path):
+    if shutil.which("sh") is None:
+        pytest.skip("needs a POSIX shell")
+    for name, source in {"adb": "exit 1", "jaxspec": "exit 9", "python": "exit 9"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{source}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BENCHMARK": "benchmark_model"}
+    script = [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out"]
+    done = subprocess.run(script, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("phone.sh: adb reaches no phone:")
+    assert not (tmp_path / "out").exists()
+
+
 # ---- the app for Android -----------------------------------------------------------------------
 
 ANDROID = ROOT / "examples" / "android" / "app" / "src" / "main" / "java" / "com" / "example"

@@ -381,6 +381,6 @@ def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
     for tokens in decoded(out / MODEL_FILE, 8):
         gaps = gaps_in_jax(folder, LLAMA_7B, tokens, 4)
         print(tokens, gaps, sep="\n")
-        assert gaps.max() < QUANTIZED_TIE_GAP
+        assert gaps.max() < QUANTIZED_TIE_GAP / 2
         assert np.count_nonzero(gaps) <= 1
         assert len(set(tokens)) > 4
