@@ -174,7 +174,8 @@ def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_
         records = {record["line"]: record for record in lines}
         assert [records[line]["text"] for line in (1, 2, 3)] == [row.text for row in rows]
         assert "3 of 3 records" in capsys.readouterr().err
-        out.unlink()
+        for file in (out, tmp_path / "out.jsonl.progress"):
+            file.unlink()
 
 
 def test_a_slot_that_stays_empty_does_not_decide_how_many_drafts_pay():
