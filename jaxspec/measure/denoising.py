@@ -39,12 +39,14 @@ def divergence_of_canvas(
     expected: np.ndarray,
     other: np.ndarray,
     seed: int = 0,
+    *,
+    lossless: bool = True,
 ) -> Divergence | None:
     """Returns where a text leaves that of stepwise decoding; `None` if they are equal.
 
     The gap is the least of stepwise decoding's decisions, up to the first one whose token the other
     text does not have: see `closest_decision`. It is `None` where one text ends and the other goes
-    on.
+    on, and for a method that is not lossless, whose texts need no explanation.
 
     Args:
         model: a diffusion language model.
@@ -54,6 +56,7 @@ def divergence_of_canvas(
         expected: tokens of stepwise decoding.
         other: tokens of a method.
         seed: seed of the randomness.
+        lossless: the method must give equal texts.
 
     Example:
         >>> import jaxspec
@@ -71,7 +74,7 @@ def divergence_of_canvas(
     place = next((i for i in range(common) if ours[i] != theirs[i]), common)
     one, two = (each[place] if place < len(each) else None for each in (theirs, ours))
     gap = None
-    if one is not None and two is not None:  # Rounding ends no text.
+    if lossless and one is not None and two is not None:  # Rounding ends no text.
         # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
         listing = SelfSpeculation(0, lossy_top_k=2)
         gap = _least_gap(prepare_denoising(model, [prompt], config, listing, seed), ours)
@@ -211,9 +214,11 @@ class DenoiseRunner:
         row: Denoised,
     ) -> Divergence | None:
         """Returns where a text leaves stepwise decoding's; `None` if they are equal."""
-        del method, request
+        del request
         prompt, texts = row.prompt_tokens.tolist(), (expected.tokens, row.tokens)
-        return divergence_of_canvas(self.model, index, prompt, self.config, *texts, seed)
+        return divergence_of_canvas(
+            self.model, index, prompt, self.config, *texts, seed, lossless=self.is_lossless(method)
+        )
 
     def with_logprob(self, sample: Sample) -> Sample:
         """Returns the sample: texts of these models have no probability that a pass gives."""
