@@ -17,7 +17,7 @@ from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import check_writable
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "model": {"help": "a shipped model or a folder, where a suite takes one"},
+    "model": {"help": "a shipped model, a folder or a Hub id, where a suite takes one"},
     "folder": {"help": "where a suite that trains keeps its models"},
     "draft_model": {"help": "a smaller model that drafts"},
     "prompts": {"help": "a .jsonl file of your own prompts"},

@@ -40,9 +40,9 @@ check_room() { # files that are about to be pushed
 echo "1. export the kit" >&2
 jaxspec export kit "$model" "$out/kit" --drafter "eagle:head=$head" --quantize "$quantize" --capacity "$capacity" >&2
 echo "2. push it to the phone and time it" >&2
-check_room "$out/kit/model.tflite" "$BENCHMARK"
+check_room "$out/kit/model.tflite" "$out/kit/parts" "$BENCHMARK"
 BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt" || { tail -n 20 "$out/kit.txt" >&2; exit 1; }
-adb shell rm "$folder/model.tflite"
+adb shell rm -r "$folder/model.tflite" "$folder/parts"
 echo "3. read the times" >&2
 jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
 echo "4. search the tree" >&2
@@ -57,32 +57,37 @@ done
 
 echo "6. push both and time their functions" >&2
 # Integers at random are no places in a text. Both files have inputs of the same names.
-ranges=$(python - "$out/eagle/manifest.json" <<'PYTHON'
+ranges=$(python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
 from jaxspec.mobile.manifest import Manifest
-from jaxspec.mobile.profile import valid_integers
-manifest = Manifest.from_json(Path(sys.argv[1]).read_text())
-for signature in ("decode", "step"):
+from jaxspec.mobile.profile import valid_integers, write_parts
+out, signatures = Path(sys.argv[1]), ("decode", "step")
+for name in ("eagle", "searched"):
+    write_parts(out / name / "model.tflite", out / name / "parts", signatures)
+manifest = Manifest.from_json((out / "eagle" / "manifest.json").read_text())
+for signature in signatures:
     integers = valid_integers(manifest, signature)
     print(signature, ":".join(f"{name},{value},{value}" for name, value in integers.items()))
 PYTHON
 )
 for name in eagle searched; do
-  check_room "$out/$name/model.tflite"
+  check_room "$out/$name/model.tflite" "$out/$name/parts"
   adb push "$out/$name/model.tflite" "$folder/$name.tflite" >&2
+  adb push "$out/$name/parts" "$folder" >&2
+  if [ "$name" = searched ] && [ -n "${HOST:-}" ]; then
+    echo "   answer a question on the phone's CPU" >&2
+    adb push "$HOST" "${LITERT:?must name libLiteRt.so for the phone}" "$out/searched/tokenizer.json" "$folder" >&2
+    adb shell "chmod +x $folder/$(basename "$HOST") && LD_LIBRARY_PATH=$folder $folder/$(basename "$HOST") $folder/searched.tflite --threads $threads 'Emma reads 20 pages a day. How many pages does she read in 5 days?'" >&2
+  fi
   for signature in decode step; do
+    # The tool packs weights for every function of a file; a part leaves it this one.
+    adb shell dd "if=$folder/parts/$signature" "of=$folder/$name.tflite" conv=notrunc >&2
     adb shell "$tool" "--graph=$folder/$name.tflite" "--signature_to_run_for=$signature" \
       "--input_layer_value_range=$(echo "$ranges" | sed -n "s/^$signature //p")" "--num_threads=$threads" $whole --num_runs=50 --warmup_runs=5 \
       >"$out/$name-$signature.txt" 2>&1 || { cat "$out/$name-$signature.txt" >&2; exit 1; }
   done
 done
-
-if [ -n "${HOST:-}" ]; then
-  echo "7. answer a question on the phone's CPU" >&2
-  adb push "$HOST" "${LITERT:?must name libLiteRt.so for the phone}" "$out/searched/tokenizer.json" "$folder" >&2
-  adb shell "chmod +x $folder/$(basename "$HOST") && LD_LIBRARY_PATH=$folder $folder/$(basename "$HOST") $folder/searched.tflite --threads $threads 'Emma reads 20 pages a day. How many pages does she read in 5 days?'" >&2
-fi
 
 python - "$out" <<'PYTHON'
 import sys

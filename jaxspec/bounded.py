@@ -126,14 +126,18 @@ class Bounded:
 
 
 def bound_memory(memory: int) -> None:
-    """Lets this process take so many bytes more than it has, and leave no core file."""
+    """Lets this process take so many bytes more than it has, and leave no core file.
+
+    Memory is limited where the system says how much there is in use: on Linux.
+    """
     import resource
 
-    used = 0
+    limits = [(resource.RLIMIT_CORE, 0)]
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-    for limit, most in ((resource.RLIMIT_AS, used + memory), (resource.RLIMIT_CORE, 0)):
+        limits.append((resource.RLIMIT_AS, used + memory))
+    for limit, most in limits:
         with contextlib.suppress(ValueError, OSError):  # it has less already, or no such limit
             resource.setrlimit(limit, (most, most))
 

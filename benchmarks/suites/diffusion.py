@@ -29,7 +29,7 @@ from benchmarks.prompts import (
 from jaxspec.checkpoint import Model, load
 from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
-from jaxspec.decoding.metrics import repeated_ngrams
+from jaxspec.decoding.metrics import Counts, repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.measure.compare import compare
 from jaxspec.measure.comparison import (
@@ -57,8 +57,12 @@ _SAMPLES = 5
 _ROOM = 320  # tokens that every prompt leaves of the context
 _MATHS = GSM8K.category
 _AS_MANY = "as many as pay"
-PLOT = "diffusion-throughput.svg"
-"""File of the drawn speeds by the number of prompts at once."""
+PLOT, DRAFTS_PLOT = "diffusion-throughput.svg", "diffusion-drafts.svg"
+"""Files of the drawn speeds by the number of prompts at once, and of figures by N."""
+_ROWS = 16
+"""Prompts at once of a model that was asked for, which may be large; ours decode all at once."""
+_FIRST = 5
+"""Prompts of each set whose calls are counted apart, too."""
 
 
 class Setting(NamedTuple):
@@ -86,6 +90,12 @@ _DUAL = Setting(
     "both sides, dual cache, block 8", BOTH_SIDES, DenoiseConfig(_NEW_TOKENS, 8, cache="dual")
 )
 _DUAL_32 = _DUAL.having(block_length=32)._replace(name="both sides, dual cache, block 32")
+_PREFIX = Setting(
+    "both sides, prefix cache, block 8",
+    BOTH_SIDES,
+    DenoiseConfig(_NEW_TOKENS, 8, cache="prefix"),
+    12,
+)
 _UNCACHED = Setting("both sides, no cache, block 8", BOTH_SIDES, DenoiseConfig(_SHORT, 8), 12)
 
 
@@ -210,10 +220,17 @@ def _maths(prompts: Sequence[SuitePrompt]) -> list[str]:
 def decode(
     setting: Setting, model: Model, prompts: Sequence[Any], drafting: SelfSpeculation, name: str
 ) -> Texts:
-    """Decodes all prompts in one batch."""
+    """Decodes prompts, all in one batch if the model is one of ours."""
     release_programs()
     runner = DenoiseRunner(model, {name: drafting}, setting.config)
-    return Texts(name, drafting.num_drafts, runner.decode(name, prompts, 0))
+    rows = len(prompts) if setting.model in (BLOCKS, BOTH_SIDES) else _ROWS
+    parts = [runner.decode(name, prompts[i : i + rows], 0) for i in range(0, len(prompts), rows)]
+    sample = Sample(
+        tuple(row for part in parts for row in part.rows),
+        sum(part.seconds for part in parts),
+        sum((part.counts for part in parts), Counts()),
+    )
+    return Texts(name, drafting.num_drafts, sample)
 
 
 def next_to_stepwise(
@@ -251,6 +268,17 @@ def _chains() -> dict[str, SelfSpeculation]:
     return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
 
 
+def _is_timed(setting: Setting) -> bool:
+    """Returns whether prompts are timed one by one, too."""
+    return setting.num_prompts is None and setting.name != _DUAL_32.name
+
+
+def _draft_counts() -> str:
+    costs = (1.0,) * (_MOST_DRAFTS + 1)
+    *others, most = map(str, SelfSpeculation(_MOST_DRAFTS, costs=costs).draft_counts)
+    return f"{', '.join(others)} or {most}"
+
+
 def _ways(setting: Setting) -> dict[str, SelfSpeculation]:
     """Returns the ways to draft of which calls are counted."""
     if setting.config.max_new_tokens == _LONG:
@@ -260,12 +288,14 @@ def _ways(setting: Setting) -> dict[str, SelfSpeculation]:
 
 
 def _measure_calls(run: SuiteRun) -> Page:
+    check_plots()
     sections, samples, figures, right = [_columns()], {}, {}, True
+    plots: dict[str, Any] = {}
     long_ones = [
         each.having(max_new_tokens=_LONG)._replace(num_prompts=9) for each in (_BLOCK_CAUSAL, _DUAL)
     ]
-    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
-    parts = sum(1 + len(_ways(each)) + (each.num_prompts is None) for each in settings)
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _DUAL_32, _PREFIX, _UNCACHED, *long_ones)
+    parts = sum(1 + len(_ways(each)) + _is_timed(each) for each in settings)
     with run.steps(parts) as advance:
         for setting in settings:
             count = setting.num_prompts
@@ -284,8 +314,11 @@ def _measure_calls(run: SuiteRun) -> Page:
             note += f"Repeated 4-grams: {np.mean(repeated):.0%}. {_refresh_bound(setting)}"
             if whole:
                 places = found[_MOST_DRAFTS - 1].sample.counts.acceptance_per_position
-                note += f" N = {_MOST_DRAFTS} kept its drafts at places 1, 2, ... in "
-                note += f"{', '.join(f'{share:.0%}' for share in places)} of its passes."
+                note += f" N = {_MOST_DRAFTS}: of the passes that drafted so far, "
+                note += f"{', '.join(f'{share:.0%}' for share in places)} kept the drafts up to "
+                note += f"place 1, 2, ... N = {_DRAFTS} saves "
+                note += f"{found[_DRAFTS - 1].saved(_first_of_each(chosen)):.1%} of the calls of "
+                note += f"the first {_FIRST} prompts of each set."
             sections.append(
                 Section(
                     f"{title}, {len(chosen)} prompts",
@@ -298,11 +331,14 @@ def _measure_calls(run: SuiteRun) -> Page:
             )
             sections.append(Section(text=[note.strip()]))
             times = None
-            if whole:
+            if _is_timed(setting):
                 advance(f"{setting.name}, times")
                 times, costs = _compare_times(setting, model, texts)
                 right &= times.outputs_agree
                 sections.append(_section_of_times(title, times, costs))
+                if not plots:
+                    drawn = partial(plot_drafts, setting.name, found[:_MOST_DRAFTS], times)
+                    plots[DRAFTS_PLOT] = drawn
             right &= all(each.num_wrong == 0 for each in found)
             if setting.config.cache != "dual":
                 pairs = list(zip(texts, stepwise.rows, strict=True))
@@ -319,12 +355,42 @@ def _measure_calls(run: SuiteRun) -> Page:
             if times is not None:
                 figures[f"{title}, times"] = times.as_dict()
     machine = Section(text=[f"{this_machine()}."])
-    return Page([*sections, *samples.values(), machine], {"settings": figures}, right)
+    return Page([*sections, *samples.values(), machine], {"settings": figures}, right, plots)
+
+
+def _first_of_each(prompts: Sequence[SuitePrompt]) -> list[int]:
+    """Returns the places of the first prompts of each set."""
+    seen: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        seen.setdefault(prompt.category, []).append(place)
+    return [place for places in seen.values() for place in places[:_FIRST]]
+
+
+def plot_drafts(title: str, chains: Sequence[Texts], times: Comparison, path: Path) -> None:
+    """Draws calls saved and speed by the number of drafts, and how many drafts are kept by place.
+
+    Args:
+        title: of the picture.
+        chains: texts with 1, 2, ... drafts.
+        times: stepwise decoding and the same chains, one prompt at a time.
+        path: file to write.
+    """
+    counts = [each.num_drafts for each in chains]
+    speeds = [row.overall.speedup for row in times.rows[1 : len(chains) + 1]]
+    places = chains[-1].sample.counts.acceptance_per_position
+    with drawing(path) as axes:
+        axes.plot(counts, [each.saved() for each in chains], "o-", label="calls saved")
+        axes.plot(counts, [each.bound for each in chains], ":", label="at most, N / (N + 1)")
+        axes.plot(counts, speeds, "s-", label="speed over stepwise, one prompt")
+        axes.plot(
+            range(1, len(places) + 1), places, "^-", label=f"kept up to place N of {counts[-1]}"
+        )
+        axes.set(title=title, xlabel="N, drafts of a pass", xticks=counts, ylim=(0, None))
 
 
 def _columns() -> Section:
     meanings = {
-        "same texts": "texts that equal stepwise decoding's token by token, all prompts in one "
+        "same texts": "texts that equal stepwise decoding's token by token, many prompts in one "
         f"batch. A tie leaves it where a decision's gap is below {TIE_GAP:g}.",
         "calls": "passes of the network, all texts together.",
         "at most": "N / (N + 1): the largest share of the calls that N drafts can save.",
@@ -332,7 +398,7 @@ def _columns() -> Section:
         "without a draft EXCLUDED.",
         "c_b / c_1": "time of a pass with N drafts over that of a stepwise pass, of one prompt. "
         "Calls saved pay where they outweigh it.",
-        _AS_MANY: f"0 to {_MOST_DRAFTS} drafts by these costs and the acceptance so far; measuring "
+        _AS_MANY: f"{_draft_counts()} drafts by these costs and the acceptance so far; measuring "
         "the costs is not counted.",
         "low repetition": "prompts whose stepwise text repeats less than "
         f"{LOW_REPETITION:.0%} of its 4-grams.",
@@ -593,10 +659,9 @@ def _measure_answers(run: SuiteRun, advance: Advance) -> tuple[Section, list[dic
             texts = {name: decode(setting, model, prompts, way, name) for name, way in ways.items()}
             drafted = compared(setting, model, texts[f"N = {_DRAFTS}"], texts[STEPWISE])
             right &= drafted.num_wrong == 0
-            counts = {
-                name: sum(judged(task, questions, [row.text or "" for row in found.rows]))
-                for name, found in texts.items()
-            }
+            written = {name: [row.text or "" for row in each.rows] for name, each in texts.items()}
+            verdicts = judged(task, questions, written)
+            counts = {name: sum(right_ones) for name, right_ones in verdicts.items()}
             rows.append([setting.name, task, str(len(questions)), *map(str, counts.values())])
             figures.append({"setting": setting.name, "task": task, "right": counts})
     text = f"The first questions of each file that fit, {_NEW_TOKENS} tokens; programs are run."
@@ -608,8 +673,8 @@ def _measure_times(run: SuiteRun) -> Page:
     check_plots()
     text = (
         f"The first prompts of {_MATHS}, in batches; seconds are medians, compiling left out, "
-        f"measured in turns. **{_AS_MANY.capitalize()}**: drafts 0 to "
-        f"{_MOST_DRAFTS} decisions by measured costs and the acceptance so far; measuring the "
+        f"measured in turns. **{_AS_MANY.capitalize()}**: drafts {_draft_counts()} "
+        "decisions by measured costs and the acceptance so far; measuring the "
         "costs is not counted. **Accepted**: share of drafted decisions that were kept. **Peak**: "
         "XLA's memory analysis of the program, weights included."
     )

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.plan import Group
+from jaxspec.batch.plan import Group, read_in
 from jaxspec.batch.rows import EncodedRow, Row, encode_rows, number_of
 from jaxspec.batch.settings import AnyConfig, AnyDrafter, drafts_change_nothing
 from jaxspec.batch.slots import (
@@ -174,7 +174,7 @@ class CanvasPrograms(SlotPrograms):
         return canvas_size_of(self.plan, len(row.tokens))
 
     def shapes(self, capacity: int, batch_size: int) -> DenoiseState:
-        prompt = self._prompt_of(EncodedRow(0, 0, np.zeros(1, np.int32)))
+        prompt = self._prompt_of(EncodedRow(0, 0, np.zeros(1, np.int32)), capacity)
         row = read_prompt.eval_shape(self.params, prompt, **self._static(capacity))
         return batch_shapes(row, batch_size)
 
@@ -182,16 +182,17 @@ class CanvasPrograms(SlotPrograms):
         self, group: Group, shapes: DenoiseState, prefix: Any, rejoining: bool
     ) -> tuple[Any, list[Any]]:
         del prefix, rejoining
-        longest = self._prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
+        longest = max(group.rows, key=lambda row: len(row.tokens))
+        prompt = self._prompt_of(longest, group.capacity)
         static = self._static(group.capacity)
-        reading = read_prompt.lower(self.params, longest, **static)
+        reading = read_prompt.lower(self.params, prompt, **static)
         arguments = chunk_arguments(Chunk(True, 1), 1)
         chunk = run_chunk.lower(self.params, shapes, *arguments, **static, place=self.place)
         return reading, [chunk]
 
     def read(self, row: EncodedRow, prefix: Any, capacity: int, drafting: bool) -> DenoiseState:
         del prefix, drafting
-        return read_prompt(self.params, self._prompt_of(row), **self._static(capacity))
+        return read_prompt(self.params, self._prompt_of(row, capacity), **self._static(capacity))
 
     def run(
         self, states: DenoiseState, chunk: Chunk, wanted: int
@@ -211,10 +212,16 @@ class CanvasPrograms(SlotPrograms):
     def _static(self, capacity: int) -> dict[str, Any]:
         return {"plan": self.plan.sized(capacity), "speculation": self.speculation}
 
-    def _prompt_of(self, row: EncodedRow) -> DenoisePrompt:
+    def _prompt_of(self, row: EncodedRow, capacity: int) -> DenoisePrompt:
         temperature = np.full(1, self.config.temperature, np.float32)
         ids = [row.tokens.tolist()]
-        one = denoise_prompts(self.model, self.config, self.plan, ids, temperature, self.seed)
+        # Prompts of one padded length share a program. Only one cache makes a pass over them.
+        padded = capacity
+        if self.plan.cache == "blocks":
+            padded = min(read_in(len(row.tokens)), capacity)
+        one = denoise_prompts(
+            self.model, self.config, self.plan, ids, temperature, self.seed, padded
+        )
         prompt = jax.tree.map(lambda leaf: leaf[0], one)
         return prompt._replace(seed=np.asarray([self.seed, number_of(row.id)], np.int32))
 

@@ -10,6 +10,7 @@ import jax
 from jaxspec import batch
 from jaxspec.batch import JobReport
 from jaxspec.batch.report import job_bar
+from jaxspec.batch.settings import drafts_change_nothing
 from jaxspec.batch.writer import progress_path
 from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.canvas import (
@@ -85,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "how the job runs",
         "auto is the default. Outputs do not depend on it, except for --capacity, whose rows that "
-        "do not fit become errors, and for --drafting when sampling or in 16 bits.",
+        "do not fit become errors, and for --drafting when sampling or in 16 bits. A diffusion "
+        "language model drafts with --drafts N, or by --drafting auto alone.",
     )
     auto = {"type": _count, "metavar": "auto|N"}
     counts = {"batch_size": auto, "capacity": auto}
@@ -186,7 +188,13 @@ def _decode(args: argparse.Namespace) -> JobReport:
     drafter: batch.AnyDrafter
     if model.is_diffusion:
         check_kind(args, "diffusion", read=("drafting",))
-        config, drafter = canvas_settings(args, MOST_DRAFTS if args.drafting == "auto" else 0)
+        auto = args.drafting == "auto"
+        config, drafter = canvas_settings(args, MOST_DRAFTS if auto else 0)
+        if auto and args.num_drafts is None and not drafts_change_nothing(model, config, drafter):
+            raise ValueError(
+                "--drafting auto: times decide between drafting and not drafting, and the texts of "
+                "this job may depend on that; give --drafts N, and every round drafts."
+            )
     else:
         check_kind(args, "causal")
         drafter = drafter_asked(args, model)

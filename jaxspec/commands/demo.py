@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Decodes a built-in prompt with the shipped models: plainly, with prompt lookup and with "
         "an EAGLE head; then with a diffusion model, stepwise and with its own decisions drafted. "
-        "A terminal shows them side by side, slowed down, with accepted draft tokens coloured. "
+        "A terminal shows them side by side, slowed down, with the causal model's accepted draft "
+        "tokens coloured. "
         "Then they are timed on three prompts. Needs no network."
     )
     parser.add_argument("-m", "--model", default=MADE_FOR, help=f"target (default: {MADE_FOR})")
@@ -73,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="slow the race down by this factor (default: plain decoding takes 4 seconds)",
     )
     parser.add_argument(
-        "--svg", metavar="FILE", help="write the race of the first prompt as an animated picture"
+        "--svg",
+        metavar="FILE",
+        help="write the causal model's race of the first prompt as an animated picture",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 

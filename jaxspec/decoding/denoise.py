@@ -223,7 +223,7 @@ def denoise(
         prompts: one prompt or several: a string, token ids, or chat messages.
         config: settings; 128 new tokens, greedy, by default.
         speculation: drafts several decisions ahead and checks them in one pass (`SelfSpeculation`);
-            the output is that of stepwise decoding. `None` decodes stepwise.
+            without `lossy_top_k` the output is that of stepwise decoding. `None` decodes stepwise.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it and on its place among
             the prompts.
         **settings: fields of `DenoiseConfig`, such as `steps=32`, in place of those of `config`.
@@ -634,6 +634,7 @@ def denoise_prompts(
     encoded: Sequence[Sequence[int]],
     temperature: np.ndarray,
     seed: int,
+    padded: int | None = None,
 ) -> DenoisePrompt:
     """Builds the arrays of rows.
 
@@ -644,11 +645,12 @@ def denoise_prompts(
         encoded: ids of each prompt.
         temperature: of each prompt.
         seed: see `denoise`.
+        padded: length that prompts are padded to; `None`: their `prompt_bucket_of`.
     """
     rows, num_blocks = len(encoded), plan.max_new // plan.block
     guidance: Any = np.full(rows, config.guidance, np.float32) if config.guidance else None
     drawn: Any = temperature if temperature.any() else None
-    bucket = prompt_bucket_of(max(map(len, encoded)))
+    bucket = prompt_bucket_of(max(map(len, encoded))) if padded is None else padded
     return DenoisePrompt(
         **prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config)),
         pace=_pace(config, _steps_per_block(config, num_blocks), rows, plan.rules),

@@ -77,25 +77,30 @@ def _pass_over_rest(
     network: LanguageModel, plan: DenoisePlan, states: DenoiseState, drafts: CanvasDrafts
 ) -> tuple[PyTree, Prediction]:
     """Makes the short pass for rows within a block; without any, the pass that opens blocks."""
-    takes_part = take_part(plan, states)
+    takes_part, widths = take_part(plan, states), plan.rest_widths
 
-    def opening(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
-        count = plan.num_nodes if plan.opens_with_drafts else 1
-        canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
-        fresh, layers = jax.vmap(partial(open_block, network, plan))(states.row, canvases)
+    def opening(
+        width: int, states: DenoiseState, drafts: CanvasDrafts
+    ) -> tuple[PyTree, Prediction]:
+        canvases = jax.tree.map(lambda leaf: leaf[:, : plan.opening_nodes], drafts.canvases)
+        read = partial(open_block, network, plan, width=width)
+        fresh, layers = jax.vmap(read)(states.row, canvases)
         kept = choose_rows(takes_part, layers, states.kept)
         return kept, with_nodes(fresh, plan.num_nodes)
 
-    def within(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
+    def within(width: int, states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
         def read(held: tuple[CanvasSettings, PyTree, Prediction], canvas: Canvas) -> Prediction:
             row, kept, last = held
-            return read_rest(network, plan, row, canvas, kept, last)
+            return read_rest(network, plan, row, canvas, kept, last, width)
 
         rows = states.row, states.kept, states.prediction
         return states.kept, _of_nodes(read, plan, rows, drafts)
 
     is_within = jnp.any(takes_part & (states.canvas.step > 0))
-    return jax.lax.cond(is_within, within, opening, states, drafts)
+    left = jnp.max(jnp.where(takes_part, states.row.end - states.canvas.start, 0))
+    index = jnp.sum(left > jnp.asarray(widths[:-1], jnp.int32), dtype=jnp.int32)
+    branches = [partial(read, width) for read in (opening, within) for width in widths]
+    return jax.lax.switch(index + len(widths) * is_within, branches, states, drafts)
 
 
 def _pass_over_blocks(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import pad_caches, settled
+from jaxspec.core.loop import round_up
 from jaxspec.core.types import Hidden, KVCache, LanguageModel, LayerKV
 from jaxspec.diffusion.unmask import Canvas, Pace, Prediction, Rules, predict
 
@@ -47,7 +48,7 @@ class DenoisePlan:
         per_decision: positions that a decision fills in at most.
         num_nodes: canvases per row and pass.
         one_shape: with `"blocks"`, every pass reads as many blocks as any may need; see also
-            `opens_with_drafts`.
+            `opening_nodes` and `rest_widths`.
     """
 
     rules: Rules
@@ -67,14 +68,27 @@ class DenoisePlan:
         return self.rules.block
 
     @property
-    def opens_with_drafts(self) -> bool:
-        """True if the pass that opens a block reads drafts too.
+    def opening_nodes(self) -> int:
+        """Canvases that the pass that opens a block reads; all but the first have drafts in it.
 
-        Not if all passes are to have one shape, nor if that pass would become many times as wide.
+        Only the first if all passes are to have one shape. Else as many as widen the pass by
+        `_WIDEST` canvases.
         """
-        width = self.block if self.cache == "dual" else min(self.max_new, self.canvas_size)
-        added = (self.num_nodes - 1) * width
-        return self.reopens and not self.one_shape and added <= _WIDEST * self.canvas_size
+        if not self.reopens or self.one_shape:
+            return 1
+        return min(self.num_nodes, 1 + _WIDEST * self.canvas_size // self.rest_widths[-1])
+
+    @property
+    def rest_widths(self) -> tuple[int, ...]:
+        """Positions that a pass within a block reads, ascending; the last are enough for any block.
+
+        With `"prefix"`, fewer blocks are left with every block that is finished.
+        """
+        if self.cache == "dual":
+            return (self.block,)
+        most = min(self.max_new, self.canvas_size)
+        parts = (1,) if self.one_shape else (4, 2, 1)
+        return tuple(sorted({min(most, round_up(-(-most // n), self.block)) for n in parts}))
 
     def sized(self, canvas_size: int) -> "DenoisePlan":
         """Returns the plan for canvases of a size."""
@@ -163,10 +177,12 @@ class Rest(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(tokens, self.begin, self.positions.shape[0])
 
 
-def rest_of(plan: DenoisePlan, row: CanvasSettings, start: Int[Array, ""]) -> Rest:
-    """Returns the block that begins at `start` (`"dual"`), or it and all after it (`"prefix"`)."""
+def rest_of(plan: DenoisePlan, row: CanvasSettings, start: Int[Array, ""], width: int) -> Rest:
+    """Returns the block that begins at `start` (`"dual"`), or it and all after it (`"prefix"`).
+
+    `width`, one of `plan.rest_widths`, must reach the row's end with `"prefix"`.
+    """
     size = plan.canvas_size
-    width = plan.block if plan.cache == "dual" else min(plan.max_new, size)
     # A late block may leave less than the full width after it. The part then begins earlier, and
     # each position that is read twice is seen once.
     begin = jnp.minimum(start, size - width)
@@ -184,6 +200,7 @@ def read_rest(
     canvas: Canvas,
     kept: tuple[LayerKV, ...],
     last: Prediction,
+    width: int,
 ) -> Prediction:
     """Reads the current block (`"dual"`), or it and all after it (`"prefix"`), in one pass.
 
@@ -195,8 +212,9 @@ def read_rest(
         kept: keys and values of the pass that opened the block; the rest of the canvas is seen as
             it was then.
         last: an earlier prediction. With `"dual"`, drafts of the next block come from it.
+        width: positions to read, see `rest_of`.
     """
-    rest = rest_of(plan, row, canvas.start)
+    rest = rest_of(plan, row, canvas.start, width)
     seen = jnp.concatenate([rest.elsewhere, rest.own])[None]
     seen = jnp.broadcast_to(seen, (rest.own.shape[0], seen.shape[1]))
     tokens = rest.of(canvas.tokens)
@@ -205,12 +223,12 @@ def read_rest(
 
 
 def open_block(
-    network: LanguageModel, plan: DenoisePlan, row: CanvasSettings, canvases: Canvas
+    network: LanguageModel, plan: DenoisePlan, row: CanvasSettings, canvases: Canvas, width: int
 ) -> tuple[Prediction, tuple[LayerKV, ...]]:
     """Opens a block: reads the whole first canvas, and, as `read_rest` does, the others' rest.
 
-    The others have drafts in the block. They see the first one's keys and values, which are made in
-    the same pass.
+    The others have drafts in the block, and `width` positions are read of them. They see the first
+    one's keys and values, which are made in the same pass.
 
     Returns:
         The prediction for each canvas, and keys and values of the first.
@@ -220,8 +238,7 @@ def open_block(
     if not others:
         prediction, layers = read_canvas(network, plan, row, first)
         return jax.tree.map(lambda leaf: leaf[None], prediction), layers
-    size, rest = plan.canvas_size, rest_of(plan, row, first.start)
-    width = rest.own.shape[0]
+    size, rest = plan.canvas_size, rest_of(plan, row, first.start, width)
     everywhere = jnp.arange(size)
     parts = jax.vmap(rest.of)(canvases.tokens[1:]).reshape(-1)
     whole_sees = jnp.concatenate([everywhere < row.end, jnp.zeros(others * width, bool)])

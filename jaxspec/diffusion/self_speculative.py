@@ -182,7 +182,7 @@ def draft(
             drafted, fits = decide(plan, row, canvas, said), fits & exists
         fits = fits & (canvas.stop == Stop.RUNNING)
         fits = fits & covers(state.prediction, canvas, plan.block)
-        fits = fits & _can_be_read(plan, state, drafted)
+        fits = fits & _can_be_read(plan, state, drafted, index)
         canvases = jax.tree.map(lambda every, one: every.at[index].set(one), canvases, drafted)
         return (canvases, possible.at[index].set(fits)), None
 
@@ -195,13 +195,15 @@ def draft(
     return CanvasDrafts(canvases, possible, valid, limit)
 
 
-def _can_be_read(plan: DenoisePlan, state: DenoiseState, canvas: Canvas) -> Bool[Array, ""]:
-    """Returns whether a pass over drafts can read a canvas; one that has ended is not read."""
+def _can_be_read(
+    plan: DenoisePlan, state: DenoiseState, canvas: Canvas, index: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Returns whether a pass can read drafted canvas `index`; one that has ended is not read."""
     ended = canvas.stop != Stop.RUNNING
     if plan.reopens:
         # The pass that opens a block reads drafts in that block, and no pass opens two.
         same = (canvas.start == state.canvas.start) & (canvas.step > 0)
-        return ended | (same & ((state.canvas.step > 0) | plan.opens_with_drafts))
+        return ended | (same & ((state.canvas.step > 0) | (index < plan.opening_nodes)))
     if plan.cache == "blocks":
         return ended | (canvas.start < state.kept.cache.length + plan.window)
     return jnp.bool_(True)

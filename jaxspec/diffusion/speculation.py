@@ -19,7 +19,7 @@ from jaxspec.diffusion.unmask import Canvas, Prediction
 
 @dataclasses.dataclass(frozen=True)
 class SelfSpeculation(Checked):
-    """Settings of drafting ahead. Lossless: the text is that of stepwise decoding.
+    """Settings of drafting ahead. Without `lossy_top_k` the text is that of stepwise decoding.
 
     Attributes:
         num_drafts: most decisions drafted ahead.

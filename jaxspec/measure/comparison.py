@@ -198,6 +198,7 @@ class Comparison:
 
 
 _SPEED_COLUMNS = ("tau", "rate", "tokens/s", "speed-up [95 %]")
+_CALL_COLUMNS = ("calls", "saved")
 _SPEED_NOTES = (
     "tau: tokens per target pass, bonus token INCLUDED.",
     "rate: share of the drafted tokens that were accepted, along the path; bonus EXCLUDED.",
@@ -309,26 +310,34 @@ def _table(title: str, *columns: str) -> Table:
 def _speed_table(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Table:
     joined = ("longest", "draft, target", "peak") if steps else ()
     if comparison.is_of_diffusion:
-        joined = ("calls", "saved")
+        joined = _CALL_COLUMNS
     table = _table("All prompts", "method", *_SPEED_COLUMNS, *joined, "outputs")
     for row in comparison.rows:
         cells = (_longest(row), shares_text(steps[row.name]), _peak(row)) if steps else ()
         if comparison.is_of_diffusion:
-            calls, most = (each.overall.num_verify_steps for each in (row, comparison.plain))
-            cells = (str(calls), f"{1 - calls / most:.0%}")
+            cells = _call_cells(row.overall, comparison.plain.overall)
         outputs = _outputs(comparison, row)
         table.add_row(row.name, *_speed_cells(row.overall), *cells, outputs)
     return table
 
 
 def _low_repetition_table(comparison: Comparison) -> Table:
-    columns = (*_SPEED_COLUMNS, *_text_columns(comparison))
+    joined = _CALL_COLUMNS if comparison.is_of_diffusion else ()
+    columns = (*_SPEED_COLUMNS, *joined, *_text_columns(comparison))
     table = _table(f"Low repetition (below {LOW_REPETITION:.0%})", "method", *columns)
+    plain = comparison.plain.low_repetition
     for row in comparison.rows:
-        if row.low_repetition is not None:
-            cells = _text_cells(row.low_repetition)
-            table.add_row(row.name, *_speed_cells(row.low_repetition), *cells)
+        found = row.low_repetition
+        if found is not None and plain is not None:
+            calls = _call_cells(found, plain) if joined else ()
+            table.add_row(row.name, *_speed_cells(found), *calls, *_text_cells(found))
     return table
+
+
+def _call_cells(figures: Figures, stepwise: Figures) -> tuple[str, ...]:
+    """Returns passes of the network, and the share of stepwise decoding's that is saved."""
+    calls, most = figures.num_verify_steps, stepwise.num_verify_steps
+    return str(calls), f"{1 - calls / most:.0%}"
 
 
 def _detail_table(comparison: Comparison) -> Table:

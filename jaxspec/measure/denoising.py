@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Stop
@@ -31,6 +32,28 @@ from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import STEPWISE, Sample
 
 
+class StepwisePath(NamedTuple):
+    """The decisions of stepwise decoding of one prompt.
+
+    Attributes:
+        gaps: how far each decision was from another one; see `closest_decision`.
+        tokens: the text.
+        filled_by: the decision that filled in each place of the text; the number of decisions for
+            a place that stayed a mask.
+    """
+
+    gaps: Float[np.ndarray, " decisions"]
+    tokens: Int[np.ndarray, " places"]
+    filled_by: Int[np.ndarray, " places"]
+
+    def least_gap(self, text: Sequence[int]) -> float:
+        """Returns the least gap of the decisions, up to the first one that contradicts a text."""
+        common = min(len(text), len(self.tokens))
+        wrong = self.tokens[:common] != text[:common]
+        last = np.min(self.filled_by[:common], where=wrong, initial=len(self.gaps) - 1)
+        return float(np.min(self.gaps[: last + 1]))
+
+
 def divergence_of_canvas(
     model: Model,
     prompt_index: int,
@@ -41,6 +64,7 @@ def divergence_of_canvas(
     seed: int = 0,
     *,
     lossless: bool = True,
+    known: dict[int, StepwisePath] | None = None,
 ) -> Divergence | None:
     """Returns where a text leaves that of stepwise decoding; `None` if they are equal.
 
@@ -57,6 +81,8 @@ def divergence_of_canvas(
         other: tokens of a method.
         seed: seed of the randomness.
         lossless: the method must give equal texts.
+        known: stepwise decoding of prompts that other texts were compared with; the prompt's is
+            added. `None`: there is none.
 
     Example:
         >>> import jaxspec
@@ -75,10 +101,12 @@ def divergence_of_canvas(
     one, two = (each[place] if place < len(each) else None for each in (theirs, ours))
     gap = None
     if lossless and one is not None and two is not None:  # Rounding ends no text.
-        # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
-        listing = SelfSpeculation(0, lossy_top_k=2)
-        gap = _least_gap(prepare_denoising(model, [prompt], config, listing, seed), ours)
-        gap *= _sharpness(config)
+        paths = {} if known is None else known
+        if prompt_index not in paths:
+            # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
+            listing = SelfSpeculation(0, lossy_top_k=2)
+            paths[prompt_index] = _follow(prepare_denoising(model, [prompt], config, listing, seed))
+        gap = paths[prompt_index].least_gap(ours) * _sharpness(config)
     return Divergence(prompt_index, place, one, two, gap)
 
 
@@ -88,9 +116,13 @@ def _sharpness(config: DenoiseConfig) -> float:
     return min(temperature or 1.0, 1.0) / (2 * config.guidance + 1)
 
 
-def _least_gap(request: DenoiseRequest, text: Sequence[int]) -> float:
-    """Returns the least gap of the decisions, up to the first one that contradicts a text."""
-    states, gaps = request.begin(), []
+def _follow(request: DenoiseRequest) -> StepwisePath:
+    """Decodes one prompt stepwise, and returns its decisions."""
+    states, gaps, masks = request.begin(), [], []
+
+    def written() -> np.ndarray:
+        return request.continuations(np.asarray(states.canvas.tokens))[0]
+
     pace: Pace = jax.tree.map(lambda leaf: leaf[0], request.prompts.pace)
     while int(states.canvas.stop[0]) == Stop.RUNNING:
         before = jax.device_get(states.canvas)
@@ -99,12 +131,8 @@ def _least_gap(request: DenoiseRequest, text: Sequence[int]) -> float:
         canvas: Canvas = jax.tree.map(lambda leaf: leaf[0], before)
         prediction: Prediction = jax.tree.map(lambda leaf: leaf[0], said)
         gaps.append(closest_decision(request.plan.rules, pace, canvas, prediction))
-        written = request.continuations(np.asarray(states.canvas.tokens))[0]
-        masks = written == request.plan.rules.mask_token_id
-        common = min(len(text), len(written))
-        if np.any((written[:common] != text[:common]) & ~masks[:common]):
-            break
-    return min(gaps)
+        masks.append(written() == request.plan.rules.mask_token_id)
+    return StepwisePath(np.asarray(gaps), written(), np.sum(masks, axis=0))
 
 
 def closest_decision(rules: Rules, pace: Pace, canvas: Canvas, said: Prediction) -> float:
@@ -171,6 +199,7 @@ class DenoiseRunner:
         self.model, self.config = model, config
         self.methods = dict(methods)
         self._requests: dict[tuple[str, str, int], DenoiseRequest] = {}
+        self._paths: dict[int, StepwisePath] = {}
 
     def request(
         self, method: str, prompt: PromptLike | Sequence[Any], seed: int = 0
@@ -216,8 +245,9 @@ class DenoiseRunner:
         """Returns where a text leaves stepwise decoding's; `None` if they are equal."""
         del request
         prompt, texts = row.prompt_tokens.tolist(), (expected.tokens, row.tokens)
+        lossless, known = self.is_lossless(method), self._paths
         return divergence_of_canvas(
-            self.model, index, prompt, self.config, *texts, seed, lossless=self.is_lossless(method)
+            self.model, index, prompt, self.config, *texts, seed, lossless=lossless, known=known
         )
 
     def with_logprob(self, sample: Sample) -> Sample:

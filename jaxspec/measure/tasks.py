@@ -19,6 +19,8 @@ from jaxspec.native import num_cores
 
 Entry = Mapping[str, Any]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A Markdown heading may begin like it, and have a number of its own: "#### 1. Add".
+_MARKED = re.compile(rf"####\s*(?!\d{{1,2}}[.)]\s+\w)\$?({_NUMBER.pattern})")
 _FENCED = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # Beginnings of what a model writes after a function, which is no part of it.
 _AFTER_BODY = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", '\n"""', "\n#", "\n```")
@@ -49,17 +51,14 @@ class Question(NamedTuple):
 
 
 def answer_of(text: str) -> Decimal | None:
-    """Returns the number that a text ends in: the one after "####", or else the last one.
+    """Returns the number that a text ends in: the first right after "####", or else the last one.
 
     Example:
         >>> answer_of("He has 3 * 4 = 12 pens. #### 1,200"), answer_of("So it is 7.50.")
         (Decimal('1200'), Decimal('7.50'))
     """
-    _, mark, rest = text.partition("####")
-    found = _NUMBER.findall(rest if mark else text)
-    if not found:
-        return None
-    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+    found = _MARKED.findall(text)[:1] or _NUMBER.findall(text)[-1:]
+    return Decimal(found[0].replace(",", "")) if found else None
 
 
 def cut_before(text: str, ends: Sequence[str]) -> str:
@@ -192,11 +191,23 @@ class Answers(NamedTuple):
     changed: Mapping[str, int]
 
 
-def judged(name: str, questions: Sequence[Question], texts: Sequence[str]) -> list[bool]:
-    """Says of each text whether it answers its question; programs run in their own processes."""
-    entries = [question.entry for question in questions]
+def judged(
+    name: str, questions: Sequence[Question], texts: Mapping[str, Sequence[str]]
+) -> dict[str, list[bool]]:
+    """Says of each method's texts whether they answer their questions.
+
+    Programs run in their own processes. Equal texts are judged once: the time that a program takes
+    may decide.
+    """
+    pairs = list(dict.fromkeys(pair for each in texts.values() for pair in enumerate(each)))
+
+    def is_right(pair: tuple[int, str]) -> bool:
+        index, text = pair
+        return TASKS[name].is_right(questions[index].entry, text)
+
     with ThreadPoolExecutor(num_cores()) as pool:
-        return list(pool.map(TASKS[name].is_right, entries, texts))
+        right = dict(zip(pairs, pool.map(is_right, pairs), strict=True))
+    return {method: [right[pair] for pair in enumerate(each)] for method, each in texts.items()}
 
 
 def answers_of(comparison: Comparison, name: str, questions: Sequence[Question]) -> Answers:
@@ -206,14 +217,13 @@ def answers_of(comparison: Comparison, name: str, questions: Sequence[Question])
         ValueError: an output has no text.
     """
     asked = [questions[index] for index in comparison.prompt_indices]
-    verdicts: dict[str, list[bool]] = {}
-    for row in comparison.rows:
-        texts: list[Any] = [getattr(sample.rows[0], "text", None) for sample in row.samples]
-        if None in texts:
-            raise ValueError(
-                "comparison: outputs have no text to judge; the model needs a tokenizer."
-            )
-        verdicts[row.name] = judged(name, asked, texts)
+    texts: dict[str, list[Any]] = {
+        row.name: [getattr(sample.rows[0], "text", None) for sample in row.samples]
+        for row in comparison.rows
+    }
+    if any(None in of_method for of_method in texts.values()):
+        raise ValueError("comparison: outputs have no text to judge; the model needs a tokenizer.")
+    verdicts = judged(name, asked, texts)
     plain = verdicts[comparison.plain.name]
     return Answers(
         name,

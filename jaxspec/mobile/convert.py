@@ -15,7 +15,6 @@ from jax import export as jax_export
 
 from jaxspec.core.types import Params, PyTree
 from jaxspec.extras import needs_extra
-from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import PREFIX, Leaf, TfliteFile
 
@@ -145,13 +144,12 @@ def to_tflite(
     params: Params,
     quantization: str,
     texts: Mapping[str, str],
-    calibration: Calibration | None = None,
 ) -> TfliteFile:
     """Makes one file of functions of `lower_all`, the weights that they read, and some texts.
 
-    Only a calibration reads weights before the file is written.
+    Weights are read when the file is written.
     """
-    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization, calibration)
+    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:

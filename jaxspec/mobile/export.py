@@ -102,12 +102,15 @@ def export(
         trees={f"step_{number}": tree for number, tree in enumerate(config.trees, start=1)},
     )
     texts = {KEY: manifest.to_json()}
-    rounded = calibrated(model, config) if calibration is None else calibration
-    file = to_tflite(lowered, params, config.quantization, texts, rounded)
+    file = to_tflite(lowered, params, config.quantization, texts)
     if config.check_gpu_ops:
         require_opset(file.head)
     with replacing_files(Path(folder)) as staging:
-        check_space(staging, file.size)
+        check_space(staging, file.size)  # before a calibration, which takes long
+        rounded = calibrated(model, config) if calibration is None else calibration
+        if rounded is not None:
+            file = file.with_calibration(rounded)
+            check_space(staging, file.size)
         file.write(staging / MODEL_FILE)
         manifest = seal(staging / MODEL_FILE, manifest)
         (staging / MANIFEST_FILE).write_text(manifest.to_json() + "\n", encoding="utf-8")

@@ -50,6 +50,7 @@ from jaxspec.mobile.records import (
     unembed_rows,
     write_kv,
 )
+from jaxspec.mobile.weights import TfliteFile
 from jaxspec.models import ModelConfig, Network, Skips, lookup_rows
 from jaxspec.models.rope import rotations
 
@@ -121,14 +122,9 @@ def export_litertlm(
     builder = lm.LitertLmFileBuilder()
     author = f"jaxspec {installed_version()}"
     builder.add_system_metadata(lm.Metadata("Authors", author, lm.DType.STRING))
-    calibration = calibrated(model, config)
     files = {
         name: to_tflite(
-            lower_all(signatures, params),
-            params,
-            config.quantization,
-            {"section": name},
-            calibration,
+            lower_all(signatures, params), params, config.quantization, {"section": name}
         )
         for name, signatures in sections.items()
     }
@@ -136,7 +132,11 @@ def export_litertlm(
         replacing_files(Path(folder)) as staging,
         tempfile.TemporaryDirectory(dir=staging) as parts_folder,
     ):
-        check_space(staging, 2 * sum(file.size for file in files.values()))  # parts, then the whole
+        _check_space(staging, files)  # before a calibration, which takes long
+        calibration = calibrated(model, config)
+        if calibration is not None:
+            files = {name: file.with_calibration(calibration) for name, file in files.items()}
+            _check_space(staging, files)
         parts = Path(parts_folder)
         (parts / "metadata.pb").write_bytes(describe_text(model, model.tokenizer, config.capacity))
         builder.add_llm_metadata(str(parts / "metadata.pb"))
@@ -152,6 +152,10 @@ def export_litertlm(
         with (staging / LITERTLM_FILE).open("wb") as file:
             builder.build(file)
     return Path(folder) / LITERTLM_FILE
+
+
+def _check_space(folder: Path, files: Mapping[str, TfliteFile]) -> None:
+    check_space(folder, 2 * sum(file.size for file in files.values()))  # parts, then the whole
 
 
 def _drafting(drafter: DrafterLike | None) -> LayerSkip | None:

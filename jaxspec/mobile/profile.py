@@ -30,6 +30,7 @@ from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.runtime import MobileModel
+from jaxspec.mobile.weights import single_functions
 from jaxspec.tuning import LatencyProfile, Timing
 from jaxspec.tuning.latency import PartialPasses
 from jaxspec.tuning.skip_costs import partial_sets
@@ -41,6 +42,8 @@ NODES = (1, 2, 4)
 DRAFTED = 4
 """Tokens of each draft with layers left out: in a graph of one, its call would count most."""
 SCRIPT_FILE = "measure.sh"
+PARTS = "parts"
+"""Folder of what leaves a kit's file one function each."""
 WEB_KEY = "jaxspec_web"
 """First entry of a file that a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
@@ -96,10 +99,18 @@ def export_kit(
         sizes = dataclasses.replace(sizes, partial=min(DRAFTED, config.capacity // 2))
     with replacing_files(Path(folder)) as staging:
         manifest = export(model, staging, drafter, sizes, calibration)
+        write_parts(staging / MODEL_FILE, staging / PARTS, timed_signatures(manifest))
         script = staging / SCRIPT_FILE
         script.write_text(kit_script(manifest), encoding="utf-8")
         script.chmod(0o755)
     return manifest
+
+
+def write_parts(path: Path, folder: Path, names: Sequence[str]) -> None:
+    """Writes what leaves a file one function each; see `weights.single_functions`."""
+    folder.mkdir(exist_ok=True)
+    for name, flatbuffer in single_functions(path, names):
+        (folder / name).write_bytes(flatbuffer)
 
 
 def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
@@ -131,7 +142,7 @@ def kit_script(manifest: Manifest) -> str:
         '  echo "measure.sh: backend must be cpu or gpu, got $backend." >&2; exit 2;; esac',
         'folder=/data/local/tmp/jaxspec tool="${BENCHMARK:-$here/benchmark_model}"',
         'adb shell mkdir -p "$folder"',
-        f'adb push "$here/{MODEL_FILE}" "$tool" "$folder" >&2',
+        f'adb push "$here/{MODEL_FILE}" "$here/{PARTS}" "$tool" "$folder" >&2',
         'adb shell chmod +x "$folder/$(basename "$tool")"',
         "use_gpu=false whole=",
         "# Without the CPU the tool fails where the GPU does not take the whole graph.",
@@ -148,6 +159,8 @@ def kit_script(manifest: Manifest) -> str:
         )
         lines += [
             f"echo '{_SECTION}{name}'",
+            "# The tool packs weights for every function of a file; a part leaves it this one.",
+            f'adb shell dd "if=$folder/{PARTS}/{name}" "of=$folder/{MODEL_FILE}" conv=notrunc >&2',
             'adb shell "$folder/$(basename "$tool")" "--graph=$folder/model.tflite" \\',
             f"  --signature_to_run_for={name} --input_layer_value_range={ranges} \\",
             '  "--num_threads=$threads" "--use_gpu=$use_gpu" $whole \\',

@@ -7,7 +7,8 @@ A flatbuffer ends at 2 GiB. The weights lie behind it, where `offset` and `size`
 point (version 3c of TFLite's schema), in files of all sizes: a weight is made, written and dropped.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -126,7 +127,7 @@ class TfliteFile:
             from ai_edge_litert.tools import flatbuffer_utils
         self._schema: Any = schema
         self._model: Any = flatbuffer_utils.read_model_from_bytearray(bytearray(flatbuffer))
-        self._leaves, self._quantization = leaves, quantization
+        self._flatbuffer, self._leaves, self._quantization = flatbuffer, leaves, quantization
         self._calibration = calibration or Calibration({}, frozenset())
         self._format = QUANTIZATIONS[quantization]
         self._stored: dict[tuple[_View, WeightFormat | None], _Stored] = {}
@@ -136,11 +137,15 @@ class TfliteFile:
         for index, graph in enumerate(self._model.subgraphs):
             self._fill(graph, signatures[index])
         self._ask_for_runtime()
-        end = len(self._packed())
+        end = len(_packed(self._model))
         for buffer in self._model.buffers[inside:]:
             buffer.offset = round_up(end, _BEHIND)
             end = buffer.offset + buffer.size
-        self.head, self.size = self._packed(), end
+        self.head, self.size = _packed(self._model), end
+
+    def with_calibration(self, calibration: Calibration) -> "TfliteFile":
+        """Returns the file with weights that were rounded before; errors as when it is made."""
+        return TfliteFile(self._flatbuffer, self._leaves, self._quantization, calibration)
 
     def write(self, path: Path) -> None:
         """Writes the file. Weights are made and rounded one at a time."""
@@ -153,7 +158,7 @@ class TfliteFile:
                 advance("writing weights")
                 self._write_weight(file, self._leaves[weight], forms)
             file.seek(0)
-            file.write(self._packed())
+            file.write(_packed(self._model))
 
     def _write_weight(
         self,
@@ -193,23 +198,6 @@ class TfliteFile:
             file.write(_bytes_of(np.concatenate(scales)))
         elif stored.scales is not None:
             stored.scales[:] = np.concatenate(scales)
-
-    def _packed(self) -> bytearray:
-        """Packs the flatbuffer; its length depends on no scale and no offset."""
-        import flatbuffers
-
-        class Builder(flatbuffers.Builder):
-            """A builder that aligns vectors of bytes as the schema asks."""
-
-            def StartVector(self, elemSize: int, numElems: int, alignment: int) -> int:
-                wanted = _ALIGNMENT if elemSize == 1 else alignment
-                return super().StartVector(elemSize, numElems, wanted)
-
-        builder = Builder(1 << 20)
-        builder.Finish(self._model.Pack(builder), b"TFL3")
-        data: bytearray = builder.Bytes
-        del data[: builder.Head()]
-        return data
 
     def _ask_for_runtime(self) -> None:
         """Raises the version of the runtime that the file asks for, which hosts may read."""
@@ -368,6 +356,51 @@ class TfliteFile:
         buffer.offset, buffer.size = _BEHIND, size
         self._model.buffers.append(buffer)
         return len(self._model.buffers) - 1
+
+
+def single_functions(path: Path, names: Sequence[str]) -> Iterator[tuple[str, bytearray]]:
+    """Yields the flatbuffers that leave a file one function each.
+
+    Weights keep their places, so a flatbuffer is written over the beginning of the file. A runtime
+    packs weights for every function that it finds, and a phone may have memory for one.
+
+    Args:
+        path: of a file that `TfliteFile` wrote.
+        names: of the functions.
+    """
+    from ai_edge_litert import schema_py_generated as schema
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        unread: Any = schema.Model.GetRootAs(view, 0)
+        buffers = map(unread.Buffers, range(unread.BuffersLength()))
+        end = min(buffer.Offset() for buffer in buffers if buffer.Size())
+        model: Any = schema.ModelT.InitFromObj(schema.Model.GetRootAs(bytearray(view[:end]), 0))
+    graphs, places = model.subgraphs, {}
+    for signature in model.signatureDefs:
+        places[signature.signatureKey.decode()] = signature, graphs[signature.subgraphIndex]
+    for name in names:
+        signature, graph = places[name]
+        signature.subgraphIndex = 0
+        model.signatureDefs, model.subgraphs = [signature], [graph]
+        yield name, _packed(model)
+
+
+def _packed(model: Any) -> bytearray:
+    """Packs a flatbuffer; its length depends on no scale and no offset."""
+    import flatbuffers
+
+    class Builder(flatbuffers.Builder):
+        """A builder that aligns vectors of bytes as the schema asks."""
+
+        def StartVector(self, elemSize: int, numElems: int, alignment: int) -> int:
+            wanted = _ALIGNMENT if elemSize == 1 else alignment
+            return super().StartVector(elemSize, numElems, wanted)
+
+    builder = Builder(1 << 20)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    data: bytearray = builder.Bytes
+    del data[: builder.Head()]
+    return data
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -16,6 +16,7 @@ import jaxspec
 from jaxspec import DenoiseConfig, GenerationConfig, PromptLookup, SelfSpeculation
 from jaxspec.batch import Collector, GuardSettings, JobSettings, Row, job_header, ray, rows_of, run
 from jaxspec.batch import job as job_module
+from jaxspec.batch.canvases import read_prompt
 from jaxspec.checkpoint import Model, config_from_json
 from jaxspec.cli import main
 from tests.batch.test_job import InTurns, tokens_by_line
@@ -161,6 +162,7 @@ def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_
         ("--logprobs",): "--logprobs: not for diffusion language models",
         ("--branch", "2"): "--branch: needs --drafts N",
         ("--drafting", "always"): "--drafting: needs --drafts N",
+        ("--drafting", "auto", "--dtype", "bfloat16"): "--drafting auto: times decide between",
         ("--expected-speedup", "2"): "guard.expected (--expected-speedup) needs a guard",
     }.items():
         assert main([*argv, *flags]) == 2
@@ -176,6 +178,18 @@ def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_
         assert "3 of 3 records" in capsys.readouterr().err
         for file in (out, tmp_path / "out.jsonl.progress"):
             file.unlink()
+
+
+@pytest.mark.parametrize("name", ["whole canvases", "dual", "blocks"])
+def test_prompts_of_many_lengths_share_programs(name):
+    model, config = WAYS[name]
+    texts = [[1 + i % 5 for i in range(length)] for length in (3, 30, 40, 60)]
+    expected = [row.tokens.tolist() for row in jaxspec.denoise(model, texts, config)]
+    programs = read_prompt._cache_size()
+    found, _ = decoded(model, config, rows=rows_of(texts), capacity=96, batch_size=1)
+    assert [found[line, 0] for line in range(1, 5)] == expected
+    lengths = 3 if name == "blocks" else 1  # 16, 32 and 64
+    assert read_prompt._cache_size() - programs <= lengths
 
 
 def test_a_slot_that_stays_empty_does_not_decide_how_many_drafts_pay():

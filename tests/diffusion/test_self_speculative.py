@@ -403,25 +403,44 @@ def test_rows_open_their_blocks_together():
     assert openings == PLAIN.max_new_tokens // BLOCK
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_drafts_go_on_in_the_block_that_a_pass_opens(cache):
+@pytest.mark.parametrize(
+    ("settings", "num_drafts", "opening_nodes"),
+    [
+        ({"cache": "prefix"}, 3, 4),
+        ({"cache": "dual"}, 3, 4),
+        # Not all fit: a canvas has 128 positions, and a drafted one adds 96.
+        ({"cache": "prefix", "max_new_tokens": 96}, 4, 3),
+    ],
+)
+def test_drafts_go_on_in_the_block_that_a_pass_opens(settings, num_drafts, opening_nodes):
     """Only passes of one shape end them with the block: the opening one has another."""
     model = tiny_model()
 
-    def kept_when_opening(speculation: SelfSpeculation) -> int:
-        request = prepare_denoising(model, EIGHT, config(cache=cache), speculation, 0)
+    def kept_when_opening(speculation: SelfSpeculation, nodes: int) -> int:
+        request = prepare_denoising(model, EIGHT, config(**settings), speculation, 0)
+        assert request.plan.opening_nodes == nodes
         states, kept = request.begin(), 0
         while (np.asarray(states.canvas.stop) == Stop.RUNNING).any():
             opens = np.asarray(states.canvas.step) == 0
             states, info = request.step(states)
             kept += int(np.asarray(info.num_accepted)[opens].sum())
         assert tokens(request.result(outcome_of(states))) == tokens(
-            denoise(model, EIGHT, config(cache=cache))
+            denoise(model, EIGHT, config(**settings))
         )
         return kept
 
-    assert kept_when_opening(SelfSpeculation(3)) > 0
-    assert kept_when_opening(SelfSpeculation(3, deterministic=True)) == 0
+    assert kept_when_opening(SelfSpeculation(num_drafts), opening_nodes) > 0
+    assert kept_when_opening(SelfSpeculation(num_drafts, deterministic=True), 1) == 0
+
+
+def test_passes_get_narrower_towards_the_end_of_a_text():
+    """Passes of one shape read all that any block may have after it, and see the same."""
+    model, settings = tiny_model(), config(cache="prefix", max_new_tokens=96)
+    alike = SelfSpeculation(2, deterministic=True)
+    plans = [prepare_denoising(model, EIGHT, settings, s, 0).plan for s in (None, alike)]
+    assert [plan.rest_widths for plan in plans] == [(24, 48, 96), (96,)]
+    found = denoise(model, EIGHT, settings), denoise(model, EIGHT, settings, alike.stepwise)
+    assert tokens(found[0]) == tokens(found[1])
 
 
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])

@@ -307,6 +307,30 @@ def test_the_gap_of_a_decision_by_hand(settings, scores, lead, gap):
     assert denoising.closest_decision(rules, pace, canvas, said) == pytest.approx(gap, rel=1e-5)
 
 
+def test_the_decisions_up_to_a_contradiction_by_hand():
+    """Decisions 0, 1 and 2 fill in places 1, 0 and 2."""
+    path = denoising.StepwisePath(np.asarray([3.0, 2.0, 1.0]), np.asarray([7, 8, 9]), [1, 0, 2])
+    path = path._replace(filled_by=np.asarray(path.filled_by))
+    assert path.least_gap([7, 5, 9]) == 3.0
+    assert path.least_gap([5, 8, 5]) == 2.0
+    assert path.least_gap([7, 8, 5]) == path.least_gap([7, 8, 9]) == path.least_gap([7]) == 1.0
+
+
+def test_a_prompt_is_followed_once_for_all_methods(monkeypatch):
+    model, config = filling_model("filling", None), DenoiseConfig(8, 4)
+    runner = DenoiseRunner(model, {"one": SelfSpeculation(1), "two": SelfSpeculation(2)}, config)
+    followed, follow = [], denoising._follow
+    monkeypatch.setattr(denoising, "_follow", lambda each: followed.append(0) or follow(each))
+    request = runner.request("one", [1, 2, 3])
+    (row,) = runner.decode("one", [1, 2, 3], 0).rows
+    for method, place in (("one", 2), ("two", 5)):
+        tokens = row.tokens.copy()
+        tokens[place] += 1
+        wrong = dataclasses.replace(row, tokens=tokens)
+        assert runner.divergence(0, method, request, 0, row, wrong).position == place
+    assert len(followed) == 1
+
+
 def test_where_one_text_ends_rounding_explains_nothing():
     model, config = filling_model("filling", None), DenoiseConfig(8, 4)
     (row,) = jaxspec.denoise(model, [[1, 2, 3]], config)

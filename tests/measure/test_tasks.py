@@ -14,7 +14,7 @@ from jaxspec.cli import main
 from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.measure.judge import passes
-from jaxspec.measure.tasks import TASKS, Question, answer_of, answers_of, read_task
+from jaxspec.measure.tasks import TASKS, Question, answer_of, answers_of, judged, read_task
 from tests.measure.models import filling_model, tiny_model
 
 GSM8K = {"question": "How many?", "answer": "2 * 600 = 1,200\n#### 1,200"}
@@ -39,7 +39,10 @@ RIGHT = "def add(a, b):\n    return a + b\n"
         ("#### -3 or 4", "-3"),
         ("it is 5, no, 6.5.", "6.5"),
         ("none", None),
-        ("5 ####", None),
+        ("5 ####", "5"),
+        ("#### Step 1: eggs\n16 - 3 = 13\n#### Answer: 13 * 2 = 26", "26"),
+        ("#### 1. Eggs\n16 - 3 = 13\n#### 12) Price\n13 * 2 = 26", "26"),
+        ("#### 18\nHow many?\n#### 25", "18"),
     ],
 )
 def test_the_number_of_an_answer(text, answer):
@@ -70,6 +73,22 @@ def test_the_number_of_an_answer(text, answer):
 )
 def test_answers_are_judged(name, entry, text, right):
     assert TASKS[name].is_right(entry, text) is right
+
+
+def test_equal_texts_are_judged_once(monkeypatch):
+    """The time that a program takes may decide."""
+    seen = []
+
+    def is_right(entry, text):
+        seen.append((entry["answer"], text))
+        return text == "right"
+
+    monkeypatch.setitem(TASKS, "gsm8k", TASKS["gsm8k"]._replace(is_right=is_right))
+    questions = [Question("", {"answer": number}) for number in (1, 2)]
+    texts = {"one": ["right", "wrong"], "other": ["right", "right"]}
+    found = judged("gsm8k", questions, texts)
+    assert found == {"one": [True, False], "other": [True, True]}
+    assert sorted(seen) == [(1, "right"), (2, "right"), (2, "wrong")]
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ def test_the_script_for_a_phone(tmp_path, backend):
     programs = {
         "adb": 'echo "$*" >>calls.txt; case "$*" in *getprop*) echo "Pixel 99";; '
         '"shell df"*) echo "/dev/data 200000 0 100000 1% /data";; '
-        'push*) shift; while [ $# -gt 1 ]; do test -f "$1"; shift; done;; '
+        'push*) shift; while [ $# -gt 1 ]; do test -e "$1"; shift; done;; '
         '*signature_to_run_for=step*) echo "Inference (avg): 2.0 ms";; '
         '*signature_to_run_for*) echo "Inference (avg): 1.0 ms";; esac',
         "jaxspec": f'exec {sys.executable} -m jaxspec "$@"',
@@ -425,7 +425,11 @@ def test_the_script_for_a_phone(tmp_path, backend):
     assert ("draft" in signatures) == (backend == "cpu")
     calls = (tmp_path / "calls.txt").read_text()
     assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
-    assert "searched.tflite --threads 2" in calls
+    on_phone = "/data/local/tmp/jaxspec"
+    part = f"shell dd if={on_phone}/parts/step of={on_phone}/searched.tflite conv=notrunc\n"
+    assert calls.index("searched.tflite --threads 2") < calls.index(part)  # the file was whole
+    parts = sorted((tmp_path / "out" / "searched" / "parts").iterdir())
+    assert [path.name for path in parts] == ["decode", "step"]
     assert ("--require_full_delegation" in calls) == (backend == "gpu")
     assert calls.endswith("shell rm -rf /data/local/tmp/jaxspec\n")
 

@@ -273,6 +273,15 @@ class TestWhatFails:
             export(model, out, config=SHAPES)
         self.unchanged(out, before)
 
+    def test_the_disk_is_looked_at_before_a_calibration(self, folder, tmp_path, monkeypatch):
+        usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+        monkeypatch.setattr(files_module.shutil, "disk_usage", lambda folder: usage)
+        module = sys.modules["jaxspec.mobile.export"]  # the package has a function of this name
+        monkeypatch.setattr(module, "calibrate", lambda *_: pytest.fail("it was calibrated"))
+        shapes = replace(SHAPES, quantization="int4-calibrated")
+        with pytest.raises(ValueError, match=r"^folder: 0\.00 GB are to be written into"):
+            export(load(folder, weights="float32"), tmp_path / "out", config=shapes)
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
     def test_an_interrupted_export_leaves_the_old_file(self, model, out, monkeypatch, error):
         before, read, calls = sorted(out.iterdir()), params_module._read_leaf, []

@@ -28,6 +28,7 @@ from jaxspec.mobile.profile import (
     read_kit_log,
     read_web_profile,
     timed_signatures,
+    valid_integers,
 )
 from jaxspec.mobile.runtime import MobileModel
 
@@ -82,6 +83,35 @@ def test_every_pass_and_its_commit_are_timed(kit):
         ),  # 32 tokens leave no room in a capacity of 16
         *("absorb", "draft_1", "draft_2"),
     )
+
+
+def test_a_part_leaves_the_file_one_function_with_its_weights(kit, tmp_path):
+    """Its outputs are those of the whole file."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    file, manifest = kit
+    whole = Interpreter(str(file / "model.tflite"))
+    assert sorted(path.name for path in (file / "parts").iterdir()) == sorted(
+        timed_signatures(manifest)
+    )
+    for part in (file / "parts").iterdir():
+        data = bytearray((file / "model.tflite").read_bytes())
+        begin = part.read_bytes()
+        data[: len(begin)] = begin
+        (tmp_path / "model.tflite").write_bytes(data)
+        alone = Interpreter(str(tmp_path / "model.tflite"))
+        assert list(alone.get_signature_list()) == [part.name]
+        draws = np.random.default_rng(0)
+        inputs = {
+            name: np.full(entry["shape"], valid_integers(manifest, part.name)[name], np.int32)
+            if entry["dtype"] == "int32"
+            else draws.standard_normal(entry["shape"], np.float32).astype(entry["dtype"])
+            for name, entry in manifest.signatures[part.name]["inputs"].items()
+        }
+        found, wanted = (each.get_signature_runner(part.name)(**inputs) for each in (alone, whole))
+        assert found.keys() == wanted.keys() == manifest.signatures[part.name]["outputs"].keys()
+        for name in found:
+            np.testing.assert_array_equal(found[name], wanted[name])
 
 
 def test_a_kit_decodes_at_a_temperature(kit):
@@ -199,14 +229,17 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     adb.write_text(
         "#!/bin/sh -e\n"
         'case "$*" in *getprop*) echo "Pixel 99";; '
-        'push*) shift; for file in "$1" "$2"; do test -f "$file"; done;; '
-        f'*signature_to_run_for=verify_4*) echo "{LITERT.format(4)}"; '
-        f'echo "{LITERT_SPREAD.format(0.2)}";; '
+        'push*) shift; while [ $# -gt 1 ]; do cp -r "$1" phone; shift; done;; '
+        # Paths of the phone are of the folder `phone`.
+        '"shell dd "*) shift; exec $(echo "$*" | sed "s#/data/local/tmp/jaxspec#phone#g");; '
+        "*signature_to_run_for=verify_4*) cp phone/model.tflite verify_4; "
+        f'echo "{LITERT.format(4)}"; echo "{LITERT_SPREAD.format(0.2)}";; '
         f'*signature_to_run_for=draft*) echo "{TFLITE.format(1000)}";; '
         f'*signature_to_run_for*) echo "{LITERT.format("1.00")}";; esac\n'
     )
     adb.chmod(0o755)
     (tmp_path / "tools").mkdir()
+    (tmp_path / "phone").mkdir()
     (tmp_path / "tools" / "benchmark_model").touch()
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BENCHMARK": "tools/benchmark_model"}
     log = subprocess.run(
@@ -217,6 +250,9 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
         text=True,
         check=True,
     ).stdout
+    part, timed_file = kit[0] / "parts" / "verify_4", (tmp_path / "verify_4").read_bytes()
+    assert timed_file[: part.stat().st_size] == part.read_bytes()
+    assert len(timed_file) == (kit[0] / "model.tflite").stat().st_size
     (tmp_path / "kit.txt").write_text(log)
     profile = read_kit_log(tmp_path / "kit.txt")
     assert profile.device == "Pixel 99, gpu, 2 threads"
