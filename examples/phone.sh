@@ -42,7 +42,6 @@ jaxspec export kit "$model" "$out/kit" --drafter "eagle:head=$head" --quantize "
 echo "2. push it to the phone and time it" >&2
 check_room "$out/kit/model.tflite" "$out/kit/parts" "$BENCHMARK"
 BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt" || { tail -n 20 "$out/kit.txt" >&2; exit 1; }
-adb shell rm -r "$folder/model.tflite" "$folder/parts"
 echo "3. read the times" >&2
 jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
 echo "4. search the tree" >&2
@@ -81,7 +80,7 @@ for name in eagle searched; do
     adb shell "chmod +x $folder/$(basename "$HOST") && LD_LIBRARY_PATH=$folder $folder/$(basename "$HOST") $folder/searched.tflite --threads $threads 'Emma reads 20 pages a day. How many pages does she read in 5 days?'" >&2
   fi
   for signature in decode step; do
-    # The tool packs weights for every function of a file; a part leaves it this one.
+    # The tool packs weights for every function of a file; now it has this one.
     adb shell dd "if=$folder/parts/$signature" "of=$folder/$name.tflite" conv=notrunc >&2
     adb shell "$tool" "--graph=$folder/$name.tflite" "--signature_to_run_for=$signature" \
       "--input_layer_value_range=$(echo "$ranges" | sed -n "s/^$signature //p")" "--num_threads=$threads" $whole --num_runs=50 --warmup_runs=5 \

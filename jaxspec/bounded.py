@@ -35,8 +35,8 @@ class Bounded:
     """A process that answers questions one by one, started with the first.
 
     Questions and answers are plain JSON values. No question takes it for ever or fills the machine:
-    it ends instead, and the next one starts it anew. Windows knows no such limits: there an answer
-    has some time, and its memory is not bounded.
+    it ends instead, and the next one starts it anew. Memory is bounded on Linux
+    only. Windows knows no limits: there an answer has some time.
 
     Example:
         >>> from jaxspec.checkpoint import rendering

@@ -223,7 +223,7 @@ def decode(
     """Decodes prompts, all in one batch if the model is one of ours."""
     release_programs()
     runner = DenoiseRunner(model, {name: drafting}, setting.config)
-    rows = len(prompts) if setting.model in (BLOCKS, BOTH_SIDES) else _ROWS
+    rows = max(1, len(prompts)) if setting.model in (BLOCKS, BOTH_SIDES) else _ROWS
     parts = [runner.decode(name, prompts[i : i + rows], 0) for i in range(0, len(prompts), rows)]
     sample = Sample(
         tuple(row for part in parts for row in part.rows),

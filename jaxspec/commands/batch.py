@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how the job runs",
         "auto is the default. Outputs do not depend on it, except for --capacity, whose rows that "
         "do not fit become errors, and for --drafting when sampling or in 16 bits. A diffusion "
-        "language model drafts with --drafts N, or by --drafting auto alone.",
+        "language model drafts only if --drafts N or --drafting auto is given.",
     )
     auto = {"type": _count, "metavar": "auto|N"}
     counts = {"batch_size": auto, "capacity": auto}

@@ -81,9 +81,9 @@ def _tuned(
         if acceptance.head:  # published tables name no head
             acceptance.check_head(drafter.params)
     prompts = [] if args.prompts is None else held_out(args)
-    with TemporaryDirectory() as kit, progress_bar(3) as advance:
+    with TemporaryDirectory(dir=folder) as kit, progress_bar(3) as advance:
         advance("writing a latency kit")
-        calibration = calibrated(in_one_dtype(model)[0], config)
+        calibration = calibrated(in_one_dtype(model)[0], config, folder)
         export_kit(model, kit, drafter, config, calibration)
         profile = measure_here(Path(kit) / MODEL_FILE, args.threads or 1, advance=advance)
         advance("counting accepted drafts")

@@ -79,11 +79,9 @@ def _pass_over_rest(
     """Makes the short pass for rows within a block; without any, the pass that opens blocks."""
     takes_part, widths = take_part(plan, states), plan.rest_widths
 
-    def opening(
-        width: int, states: DenoiseState, drafts: CanvasDrafts
-    ) -> tuple[PyTree, Prediction]:
+    def opening(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
         canvases = jax.tree.map(lambda leaf: leaf[:, : plan.opening_nodes], drafts.canvases)
-        read = partial(open_block, network, plan, width=width)
+        read = partial(open_block, network, plan, width=widths[-1])
         fresh, layers = jax.vmap(read)(states.row, canvases)
         kept = choose_rows(takes_part, layers, states.kept)
         return kept, with_nodes(fresh, plan.num_nodes)
@@ -99,8 +97,8 @@ def _pass_over_rest(
     is_within = jnp.any(takes_part & (states.canvas.step > 0))
     left = jnp.max(jnp.where(takes_part, states.row.end - states.canvas.start, 0))
     index = jnp.sum(left > jnp.asarray(widths[:-1], jnp.int32), dtype=jnp.int32)
-    branches = [partial(read, width) for read in (opening, within) for width in widths]
-    return jax.lax.switch(index + len(widths) * is_within, branches, states, drafts)
+    branches = [opening, *(partial(within, width) for width in widths)]
+    return jax.lax.switch(jnp.where(is_within, 1 + index, 0), branches, states, drafts)
 
 
 def _pass_over_blocks(

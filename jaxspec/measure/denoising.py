@@ -64,7 +64,7 @@ def divergence_of_canvas(
     seed: int = 0,
     *,
     lossless: bool = True,
-    known: dict[int, StepwisePath] | None = None,
+    known: dict[tuple[int, int], StepwisePath] | None = None,
 ) -> Divergence | None:
     """Returns where a text leaves that of stepwise decoding; `None` if they are equal.
 
@@ -81,8 +81,8 @@ def divergence_of_canvas(
         other: tokens of a method.
         seed: seed of the randomness.
         lossless: the method must give equal texts.
-        known: stepwise decoding of prompts that other texts were compared with; the prompt's is
-            added. `None`: there is none.
+        known: stepwise decoding of prompts that other texts were compared with, by index and seed;
+            the prompt's is added. `None`: there is none.
 
     Example:
         >>> import jaxspec
@@ -102,11 +102,12 @@ def divergence_of_canvas(
     gap = None
     if lossless and one is not None and two is not None:  # Rounding ends no text.
         paths = {} if known is None else known
-        if prompt_index not in paths:
+        if (prompt_index, seed) not in paths:
             # Without drafts nothing is verified, by whatever rule; the likeliest tokens are listed.
             listing = SelfSpeculation(0, lossy_top_k=2)
-            paths[prompt_index] = _follow(prepare_denoising(model, [prompt], config, listing, seed))
-        gap = paths[prompt_index].least_gap(ours) * _sharpness(config)
+            request = prepare_denoising(model, [prompt], config, listing, seed)
+            paths[prompt_index, seed] = _follow(request)
+        gap = paths[prompt_index, seed].least_gap(ours) * _sharpness(config)
     return Divergence(prompt_index, place, one, two, gap)
 
 
@@ -199,7 +200,7 @@ class DenoiseRunner:
         self.model, self.config = model, config
         self.methods = dict(methods)
         self._requests: dict[tuple[str, str, int], DenoiseRequest] = {}
-        self._paths: dict[int, StepwisePath] = {}
+        self._paths: dict[tuple[int, int], StepwisePath] = {}
 
     def request(
         self, method: str, prompt: PromptLike | Sequence[Any], seed: int = 0

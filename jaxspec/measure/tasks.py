@@ -20,7 +20,8 @@ from jaxspec.native import num_cores
 Entry = Mapping[str, Any]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # A Markdown heading may begin like it, and have a number of its own: "#### 1. Add".
-_MARKED = re.compile(rf"####\s*(?!\d{{1,2}}[.)]\s+\w)\$?({_NUMBER.pattern})")
+_HEADING = r"\d{1,2}(?:[.):][^\S\n]+\w|(?:st|nd|rd|th)\b)"
+_MARKED = re.compile(rf"####[^\S\n]*(?!{_HEADING})\$?({_NUMBER.pattern})")
 _FENCED = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # Beginnings of what a model writes after a function, which is no part of it.
 _AFTER_BODY = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", '\n"""', "\n#", "\n```")
@@ -52,6 +53,8 @@ class Question(NamedTuple):
 
 def answer_of(text: str) -> Decimal | None:
     """Returns the number that a text ends in: the first right after "####", or else the last one.
+
+    Numbers of Markdown headings do not count: "#### 1. Add".
 
     Example:
         >>> answer_of("He has 3 * 4 = 12 pens. #### 1,200"), answer_of("So it is 7.50.")

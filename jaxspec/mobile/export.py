@@ -5,6 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import check_space, replacing_files
 from jaxspec.core.types import ChecksFit, Params
@@ -23,6 +25,7 @@ from jaxspec.mobile.manifest import (
     seal,
     tokenizer_fingerprint,
 )
+from jaxspec.mobile.memory import stored_bytes
 from jaxspec.mobile.opset import require_opset
 from jaxspec.mobile.quantize import QUANTIZATIONS
 
@@ -119,11 +122,27 @@ def export(
     return manifest
 
 
-def calibrated(model: Model, config: ExportConfig) -> Calibration | None:
-    """Rounds the weights of a model for texts of its own, if the quantization is calibrated."""
+def calibrated(
+    model: Model, config: ExportConfig, folder: Path | None = None
+) -> Calibration | None:
+    """Rounds the weights of a model for texts of its own, if the quantization is calibrated.
+
+    Args:
+        model: the target.
+        config: quantization, and texts to continue.
+        folder: where files of it will be written; its disk is looked at first, as this takes long.
+            `None`: that was done.
+
+    Raises:
+        CheckpointError: the disk has no room for the weights.
+        ValueError: as `calibration.calibrate`.
+    """
     form = QUANTIZATIONS[config.quantization]
     if form is None or not form.calibrated:
         return None
+    if folder is not None:
+        matrices = [leaf for leaf in jax.tree.leaves(model.params) if leaf.ndim > 1]
+        check_space(folder, sum(stored_bytes(each.shape, config.quantization) for each in matrices))
     return calibrate(model, form, config.calibration)
 
 

@@ -43,7 +43,7 @@ DRAFTED = 4
 """Tokens of each draft with layers left out: in a graph of one, its call would count most."""
 SCRIPT_FILE = "measure.sh"
 PARTS = "parts"
-"""Folder of what leaves a kit's file one function each."""
+"""Folder of a kit with the beginning of its file for each function alone."""
 WEB_KEY = "jaxspec_web"
 """First entry of a file that a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
@@ -107,7 +107,7 @@ def export_kit(
 
 
 def write_parts(path: Path, folder: Path, names: Sequence[str]) -> None:
-    """Writes what leaves a file one function each; see `weights.single_functions`."""
+    """Writes the beginnings of a file for single functions; see `weights.single_functions`."""
     folder.mkdir(exist_ok=True)
     for name, flatbuffer in single_functions(path, names):
         (folder / name).write_bytes(flatbuffer)
@@ -159,13 +159,14 @@ def kit_script(manifest: Manifest) -> str:
         )
         lines += [
             f"echo '{_SECTION}{name}'",
-            "# The tool packs weights for every function of a file; a part leaves it this one.",
+            "# The tool packs weights for every function of a file; now it has this one.",
             f'adb shell dd "if=$folder/{PARTS}/{name}" "of=$folder/{MODEL_FILE}" conv=notrunc >&2',
             'adb shell "$folder/$(basename "$tool")" "--graph=$folder/model.tflite" \\',
             f"  --signature_to_run_for={name} --input_layer_value_range={ranges} \\",
             '  "--num_threads=$threads" "--use_gpu=$use_gpu" $whole \\',
             "  --num_runs=50 --warmup_runs=5 2>&1",
         ]
+    lines.append(f'adb shell rm -r "$folder/{MODEL_FILE}" "$folder/{PARTS}"')
     return "\n".join([*lines, ""])
 
 

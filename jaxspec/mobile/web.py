@@ -167,7 +167,7 @@ def export_web(
             source = TREE_VIEW if name == TREE_VIEW.name else PAGE_FOLDER / name
             shutil.copyfile(source, staging / name)
         advance("writing the model")
-        calibration = calibrated(model, config)
+        calibration = calibrated(model, config, staging)
         manifest = export(model, staging, drafter, shapes, calibration)
         advance("writing the kit")
         kit = _write_kit(model, staging, drafter, drafts, shapes, calibration)

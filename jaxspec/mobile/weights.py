@@ -382,7 +382,9 @@ def single_functions(path: Path, names: Sequence[str]) -> Iterator[tuple[str, by
         signature, graph = places[name]
         signature.subgraphIndex = 0
         model.signatureDefs, model.subgraphs = [signature], [graph]
-        yield name, _packed(model)
+        flatbuffer = _packed(model)
+        assert len(flatbuffer) <= end, "it would lie over weights"
+        yield name, flatbuffer
 
 
 def _packed(model: Any) -> bytearray:

@@ -433,14 +433,24 @@ def test_drafts_go_on_in_the_block_that_a_pass_opens(settings, num_drafts, openi
     assert kept_when_opening(SelfSpeculation(num_drafts, deterministic=True), 1) == 0
 
 
-def test_passes_get_narrower_towards_the_end_of_a_text():
+def test_passes_get_narrower_towards_the_end_of_a_text(monkeypatch):
     """Passes of one shape read all that any block may have after it, and see the same."""
-    model, settings = tiny_model(), config(cache="prefix", max_new_tokens=96)
+    widths, read = [], canvases.read_rest
+
+    def recorded(*arguments):
+        jax.debug.callback(lambda: widths.append(arguments[-1]))
+        return read(*arguments)
+
+    monkeypatch.setattr(canvases, "read_rest", recorded)
+    # No other test has these settings, so their programs are compiled here.
+    model, settings = tiny_model(), config(cache="prefix", max_new_tokens=96, order="topk_margin")
     alike = SelfSpeculation(2, deterministic=True)
     plans = [prepare_denoising(model, EIGHT, settings, s, 0).plan for s in (None, alike)]
     assert [plan.rest_widths for plan in plans] == [(24, 48, 96), (96,)]
-    found = denoise(model, EIGHT, settings), denoise(model, EIGHT, settings, alike.stepwise)
-    assert tokens(found[0]) == tokens(found[1])
+    found = tokens(denoise(model, EIGHT, settings))
+    assert sorted(set(widths)) == [24, 48, 96]
+    assert widths == sorted(widths, reverse=True)
+    assert tokens(denoise(model, EIGHT, settings, alike.stepwise)) == found
 
 
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])

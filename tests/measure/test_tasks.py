@@ -42,7 +42,10 @@ RIGHT = "def add(a, b):\n    return a + b\n"
         ("5 ####", "5"),
         ("#### Step 1: eggs\n16 - 3 = 13\n#### Answer: 13 * 2 = 26", "26"),
         ("#### 1. Eggs\n16 - 3 = 13\n#### 12) Price\n13 * 2 = 26", "26"),
+        ("#### 1st step: 4 eggs\n#### 2: double\n#### 8", "8"),
         ("#### 18\nHow many?\n#### 25", "18"),
+        ("#### 18.\n\nHow many?\n#### 25", "18"),
+        ("####\n\n16 - 3 = 13\n#### 13", "13"),
     ],
 )
 def test_the_number_of_an_answer(text, answer):

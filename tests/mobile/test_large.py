@@ -49,7 +49,7 @@ from jaxspec.mobile.export import MODEL_FILE
 from jaxspec.mobile.extra import OLDEST_LITERT, OLDEST_LM, missing_for_gpu
 from jaxspec.mobile.gpu import check_gpu
 from jaxspec.mobile.loops import Plain, Steps
-from jaxspec.mobile.weights import TfliteFile
+from jaxspec.mobile.weights import TfliteFile, single_functions
 from tests.mobile.models import LLAMA_7B
 
 TINY = ModelConfig(
@@ -356,6 +356,18 @@ def test_weights_behind_gibibytes_give_the_same_tokens(tmp_path, monkeypatch, qu
         assert check_gpu(far, [PROMPT], timeout=600).problems == ()
 
 
+OPENED = (
+    "import sys\n"
+    "from ai_edge_litert import compiled_model as litert\n"
+    "cpu = litert.HardwareAccelerator.CPU\n"
+    "options = litert.Options(hardware_accelerators=cpu)\n"
+    "model = litert.CompiledModel.from_file(sys.argv[1], options=options)\n"
+    "lines = open('/proc/self/status').read().splitlines()\n"
+    "print(next(line.split()[1] for line in lines if line.startswith('RssAnon')))\n"
+)
+"""Opens a file and prints the kilobytes that the process holds, those of mapped files left out."""
+
+
 @pytest.mark.slow
 def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
     """The command runs in a process whose memory is measured: at most 12 GB, and 20 minutes."""
@@ -393,3 +405,14 @@ def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
         assert gaps.max() < QUANTIZED_TIE_GAP / 2
         assert np.count_nonzero(gaps) <= 1
         assert len(set(tokens)) > 4
+    # A kit's script leaves the file one function: then its weights are packed once.
+    size = (out / MODEL_FILE).stat().st_size
+    ((_, flatbuffer),) = single_functions(out / MODEL_FILE, ["decode"])
+    with (out / MODEL_FILE).open("r+b") as file:
+        file.write(flatbuffer)
+    opened = subprocess.run(
+        [sys.executable, "-c", OPENED, out / MODEL_FILE], stdout=subprocess.PIPE, check=True
+    )
+    held = 1024 * int(opened.stdout.split()[-1])
+    print(f"{held / 1e9:.2f} GB for one function, beside a file of {size / 1e9:.2f} GB")
+    assert held < 1.5 * size

@@ -18,7 +18,7 @@ from tests.mobile.models import successor_model
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
-from jaxspec.mobile import ExportConfig
+from jaxspec.mobile import ExportConfig, export, read_manifest
 from jaxspec.mobile import profile as profile_module
 from jaxspec.mobile.loops import Plain
 from jaxspec.mobile.profile import (
@@ -31,6 +31,7 @@ from jaxspec.mobile.profile import (
     valid_integers,
 )
 from jaxspec.mobile.runtime import MobileModel
+from jaxspec.mobile.weights import single_functions
 
 DEPTH = 2
 SHAPES = ExportConfig(capacity=16, prefill=(8,), quantization="float32")
@@ -112,6 +113,27 @@ def test_a_part_leaves_the_file_one_function_with_its_weights(kit, tmp_path):
         assert found.keys() == wanted.keys() == manifest.signatures[part.name]["outputs"].keys()
         for name in found:
             np.testing.assert_array_equal(found[name], wanted[name])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_part_has_the_scales_of_its_weights(tmp_path, quantization):
+    from ai_edge_litert.interpreter import Interpreter
+
+    path = tmp_path / "model.tflite"
+    export(successor_model()[0], tmp_path, config=replace(SHAPES, quantization=quantization))
+    data = path.read_bytes()
+    ((_, flatbuffer),) = single_functions(path, ["decode"])
+    (tmp_path / "alone.tflite").write_bytes(bytes(flatbuffer) + data[len(flatbuffer) :])
+    logits = []
+    for file in (path, tmp_path / "alone.tflite"):
+        runner = Interpreter(str(file)).get_signature_runner("decode")
+        inputs = {
+            name: np.ones(entry["shape"], entry["dtype"])
+            for name, entry in read_manifest(path).signatures["decode"]["inputs"].items()
+        }
+        logits.append(runner(**inputs)["logits"])
+    np.testing.assert_array_equal(*logits)
+    assert np.ptp(logits[0]) > 0
 
 
 def test_a_kit_decodes_at_a_temperature(kit):
