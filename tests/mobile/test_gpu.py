@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import DFlash, DraftModel, LayerSkip, PromptLookup, TokenRecycling, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
-from jaxspec.drafters import Deer, Eagle, LoadedDrafter
+from jaxspec.drafters import Deer, Eagle, LoadedDrafter, NoDraft
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import Divergence
 from tests.laws.drafters import dflash_head, diffuser
@@ -24,6 +24,7 @@ from jaxspec.mobile import runtime as runtime_module
 from jaxspec.mobile.checks import LoopCheck, compare_with_plain
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import GpuCheck, check_gpu
+from jaxspec.mobile.profile import export_kit
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 SHAPES = ExportConfig(capacity=64, prefill=(16,), quantization="float32")
@@ -77,10 +78,25 @@ def test_layers_skipped_run_whole_and_right(tmp_path, bundle):
 
 @needs_gpu
 @pytest.mark.slow
-def test_tokens_recycled_run_whole_and_right(tmp_path):
+@pytest.mark.parametrize("quantization", ["float32", "int4"])
+def test_a_kit_without_a_head_runs_whole(tmp_path, quantization):
+    """Also the passes with layers left out."""
+    model, _ = successor_model()
+    shapes = replace(SHAPES, quantization=quantization)
+    manifest = export_kit(model, tmp_path, LoadedDrafter(NoDraft(), ()), shapes)
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000)
+    assert checked.problems == ()
+    assert set(checked.signatures) == set(manifest.signatures)
+    assert "partial_no_mlp" in checked.signatures
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+def test_tokens_recycled_run_whole_and_right(tmp_path, bundle):
     model, _ = successor_model()
     drafter = TokenRecycling(((0,), (1,), (0, 0), (0, 0, 0)))
-    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
+    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
 
 
