@@ -181,8 +181,8 @@ def test_a_page_and_its_kit_are_calibrated_once(tmp_path, monkeypatch):
     """Both files hold the same numbers, and the texts are written and read once."""
     found = []
 
-    def counted(model, config):
-        found.append(calibrated(model, config))
+    def counted(*arguments):
+        found.append(calibrated(*arguments))
         return found[-1]
 
     for module in (web, sys.modules["jaxspec.mobile.export"]):
