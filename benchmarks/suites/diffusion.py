@@ -73,12 +73,14 @@ class Setting(NamedTuple):
         model: name of the model.
         config: settings of decoding.
         num_prompts: prompts whose calls are counted; `None` for all.
+        is_timed: where all are counted, they are timed one by one, too.
     """
 
     name: str
     model: str
     config: DenoiseConfig
     num_prompts: int | None = None
+    is_timed: bool = True
 
     def having(self, **changes: Any) -> "Setting":
         """Returns the setting with other fields of its config."""
@@ -89,7 +91,9 @@ _BLOCK_CAUSAL = Setting("causal over blocks", BLOCKS, DenoiseConfig(_NEW_TOKENS)
 _DUAL = Setting(
     "both sides, dual cache, block 8", BOTH_SIDES, DenoiseConfig(_NEW_TOKENS, 8, cache="dual")
 )
-_DUAL_32 = _DUAL.having(block_length=32)._replace(name="both sides, dual cache, block 32")
+_DUAL_32 = _DUAL.having(block_length=32)._replace(
+    name="both sides, dual cache, block 32", is_timed=False
+)
 _PREFIX = Setting(
     "both sides, prefix cache, block 8",
     BOTH_SIDES,
@@ -268,11 +272,6 @@ def _chains() -> dict[str, SelfSpeculation]:
     return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
 
 
-def _is_timed(setting: Setting) -> bool:
-    """Returns whether prompts are timed one by one, too."""
-    return setting.num_prompts is None and setting.name != _DUAL_32.name
-
-
 def _draft_counts() -> str:
     costs = (1.0,) * (_MOST_DRAFTS + 1)
     *others, most = map(str, SelfSpeculation(_MOST_DRAFTS, costs=costs).draft_counts)
@@ -295,7 +294,8 @@ def _measure_calls(run: SuiteRun) -> Page:
         each.having(max_new_tokens=_LONG)._replace(num_prompts=9) for each in (_BLOCK_CAUSAL, _DUAL)
     ]
     settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _DUAL_32, _PREFIX, _UNCACHED, *long_ones)
-    parts = sum(1 + len(_ways(each)) + _is_timed(each) for each in settings)
+    timed = [each.is_timed for each in settings if each.num_prompts is None]
+    parts = sum(1 + len(_ways(each)) for each in settings) + sum(timed)
     with run.steps(parts) as advance:
         for setting in settings:
             count = setting.num_prompts
@@ -331,7 +331,7 @@ def _measure_calls(run: SuiteRun) -> Page:
             )
             sections.append(Section(text=[note.strip()]))
             times = None
-            if _is_timed(setting):
+            if whole and setting.is_timed:
                 advance(f"{setting.name}, times")
                 times, costs = _compare_times(setting, model, texts)
                 right &= times.outputs_agree

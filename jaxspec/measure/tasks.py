@@ -54,13 +54,16 @@ class Question(NamedTuple):
 def answer_of(text: str) -> Decimal | None:
     """Returns the number that a text ends in: the first right after "####", or else the last one.
 
-    Numbers of Markdown headings do not count: "#### 1. Add".
+    Numbers of Markdown headings do not count: "#### 1. Add". A text that was cut off right after
+    "####" has no answer.
 
     Example:
         >>> answer_of("He has 3 * 4 = 12 pens. #### 1,200"), answer_of("So it is 7.50.")
         (Decimal('1200'), Decimal('7.50'))
     """
-    found = _MARKED.findall(text)[:1] or _NUMBER.findall(text)[-1:]
+    found = _MARKED.findall(text)[:1]
+    if not found and not text.rstrip().endswith("####"):
+        found = _NUMBER.findall(text)[-1:]
     return Decimal(found[0].replace(",", "")) if found else None
 
 

@@ -49,7 +49,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(diffusion, "_DRAFTS", 1)
     monkeypatch.setattr(diffusion, "_LONG", 12)
     monkeypatch.setattr(diffusion, "_BLOCK_CAUSAL", blocks)
-    for name in ("_DUAL", "_DUAL_32", "_UNCACHED"):
+    for name in ("_DUAL", "_DUAL_32", "_PREFIX", "_UNCACHED"):
         monkeypatch.setattr(diffusion, name, dual)
     variants = {"N = 1": SelfSpeculation(1), "top 2, LOSSY": SelfSpeculation(1, lossy_top_k=2)}
     monkeypatch.setattr(diffusion, "_VARIANTS", variants)
@@ -62,13 +62,16 @@ def tiny(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", DIFFUSION_SUITES)
-def test_a_suite_is_measured(name, data_folder):
+def test_a_suite_is_measured(name, data_folder, tmp_path):
     suite = dataclasses.replace(DIFFUSION_SUITES[name], needs=())
     page = measure(name, suite, data_folder, 2, progress=False)
     assert page.agree
     cells = [cell for section in page.sections for row in section.rows for cell in row]
     assert "N = 1" in cells or "threshold 0.5, LOSSY, N = 1" in cells
     json.dumps(page.as_dict(), allow_nan=False)
+    for file, draw in page.plots.items():
+        draw(tmp_path / file)
+        assert "<svg" in (tmp_path / file).read_text()
 
 
 def test_a_model_that_is_asked_for_is_measured_where_it_fits(monkeypatch):

@@ -309,8 +309,8 @@ def test_the_gap_of_a_decision_by_hand(settings, scores, lead, gap):
 
 def test_the_decisions_up_to_a_contradiction_by_hand():
     """Decisions 0, 1 and 2 fill in places 1, 0 and 2."""
-    path = denoising.StepwisePath(np.asarray([3.0, 2.0, 1.0]), np.asarray([7, 8, 9]), [1, 0, 2])
-    path = path._replace(filled_by=np.asarray(path.filled_by))
+    gaps, text, filled_by = map(np.asarray, ([3.0, 2.0, 1.0], [7, 8, 9], [1, 0, 2]))
+    path = denoising.StepwisePath(gaps, text, filled_by)
     assert path.least_gap([7, 5, 9]) == 3.0
     assert path.least_gap([5, 8, 5]) == 2.0
     assert path.least_gap([7, 8, 5]) == path.least_gap([7, 8, 9]) == path.least_gap([7]) == 1.0
