@@ -311,7 +311,7 @@ def _measure_calls(run: SuiteRun) -> Page:
             title = f"{setting.name}, {setting.config.max_new_tokens} tokens"
             every = (stepwise, *found)
             note = f"Low repetition: {len(low)} of {len(chosen)} prompts. "
-            note += f"Repeated 4-grams: {np.mean(repeated):.0%}. {_refresh_bound(setting)}"
+            note += f"Repeated 4-grams: {np.mean(repeated):.0%}.{_refresh_bound(setting)}"
             if whole:
                 places = found[_MOST_DRAFTS - 1].sample.counts.acceptance_per_position
                 note += f" N = {_MOST_DRAFTS}: of the passes that drafted so far, "
@@ -340,7 +340,7 @@ def _measure_calls(run: SuiteRun) -> Page:
                     drawn = partial(plot_drafts, setting.name, found[:_MOST_DRAFTS], times)
                     plots[DRAFTS_PLOT] = drawn
             right &= all(each.num_wrong == 0 for each in found)
-            if setting.config.cache != "dual":
+            if setting.config.cache not in ("prefix", "dual"):
                 pairs = list(zip(texts, stepwise.rows, strict=True))
                 samples.setdefault(setting.model, samples_of(setting, _spread(pairs, _SAMPLES)))
             figures[title] = [
@@ -385,7 +385,7 @@ def plot_drafts(title: str, chains: Sequence[Texts], times: Comparison, path: Pa
         axes.plot(
             range(1, len(places) + 1), places, "^-", label=f"kept up to place N of {counts[-1]}"
         )
-        axes.set(title=title, xlabel="N, drafts of a pass", xticks=counts, ylim=(0, None))
+        axes.set(title=title, xlabel="N, drafts of a pass", xticks=counts, ylim=(0, 1.2))
 
 
 def _columns() -> Section:
@@ -468,7 +468,7 @@ def _refresh_bound(setting: Setting) -> str:
         return ""
     assert config.block_length is not None, "set above"
     return (
-        "Each block begins with a pass over the whole canvas, which no draft saves: of "
+        " Each block begins with a pass over the whole canvas, which no draft saves: of "
         f"{config.block_length} passes of a block {config.block_length - 1} can be drafted for, so "
         f"at most {1 - 1 / config.block_length:.0%} of the calls. The suite `diffusion-times` "
         "measures that pass's share of the time."

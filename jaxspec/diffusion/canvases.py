@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.core.types import LanguageModel, PyTree, Stop, Tree
 from jaxspec.diffusion.passes import (
@@ -28,7 +28,7 @@ from jaxspec.diffusion.passes import (
     read_rest,
 )
 from jaxspec.diffusion.speculation import CanvasDrafts, DenoiseState
-from jaxspec.diffusion.unmask import Canvas, Prediction
+from jaxspec.diffusion.unmask import Canvas, EvenPace, Prediction
 
 
 def pass_over_rows(
@@ -147,9 +147,26 @@ def _blocks_wanted(
     left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block, axis=1)
     is_child = tree.parents[:, None] == np.arange(len(parents))[None]
     is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
-    further = (drafts.limit * plan.per_decision - left) // plan.block + 1
+    further = (_positions_ahead(plan, tree, state, drafts) - left) // plan.block + 1
     runs_on = is_last[None] & (every > levels[None]) & (every <= (levels + further)[None])
     return own | (runs_on & (state.kept.cache.length + every * plan.block < state.row.end))
+
+
+def _positions_ahead(
+    plan: DenoisePlan, tree: Tree, state: DenoiseState, drafts: CanvasDrafts
+) -> Int[Array, " nodes"]:
+    """Returns positions to read after each canvas, for the drafts of the next pass.
+
+    They are all that these can fill in if every decision fills in the same number. Otherwise most
+    fill in far fewer than a whole block, so they are as many as this pass's drafts fill in. Drafts
+    that reach further end there, which costs a call and changes no text.
+    """
+    most = jnp.full(len(tree.depths), drafts.limit * plan.per_decision)
+    if isinstance(state.row.pace, EvenPace):
+        return most
+    masks = jnp.sum(drafts.canvases.tokens == plan.rules.mask_token_id, axis=1)
+    per_limit = (masks[0] - masks) * drafts.limit
+    return jnp.clip(-(-per_limit // np.maximum(tree.depths, 1)), drafts.limit, most)
 
 
 def block_counts(plan: DenoisePlan, tree: Tree) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ CASES = {
     "blocks": ({"block": BLOCK}, {}),
     "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
     "blocks, two tokens per step": ({"block": BLOCK, "seed": 1}, {"steps": 6}),
-    "blocks, whole ones": ({"block": BLOCK, "shift": True}, {"steps": 3}),
+    "blocks, whole ones": ({"block": BLOCK, "shift": True, "seed": 7}, {"steps": 3}),
     "blocks, threshold": ({"block": BLOCK}, {"threshold": 0.1}),
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
@@ -531,6 +531,44 @@ def test_costs_are_measured_on_canvases_of_one_size(monkeypatch):
     assert len({(plan.window, plan.canvas_size) for plan in plans}) == 1
 
 
+def blocks_read(monkeypatch) -> list[tuple[int, int]]:
+    """Returns a list that passes fill with the blocks they want and those they have room for."""
+    counted = []
+    listed = canvases._listed
+
+    def listing(tree, width, wanted):
+        jax.debug.callback(lambda most: counted.append((int(most), width)), jnp.sum(wanted))
+        return listed(tree, width, wanted)
+
+    monkeypatch.setattr(canvases, "_listed", listing)
+    return counted
+
+
+def decode_anew(request: DenoiseRequest) -> None:
+    """Decodes to the end with a program that is traced anew."""
+    settings = {"plan": request.plan, "speculation": request.speculation}
+    step, states = jax.jit(partial(self_speculative.denoise_step, **settings)), request.begin()
+    while (np.asarray(states.canvas.stop) == Stop.RUNNING).any():
+        states, _ = step(request.params, states)
+    jax.effects_barrier()
+
+
+def test_a_threshold_that_one_token_passes_reads_hardly_more_than_such_steps(monkeypatch):
+    """No token's probability reaches 1, so a decision fills in the surest position alone.
+
+    There is room for drafts of whole blocks, so drafts may reach one block further, and run on.
+    """
+    counted, model = blocks_read(monkeypatch), tiny_model(block=BLOCK, seed=1)
+    read = []
+    for changes in ({}, {"threshold": 1.0}):
+        counted.clear()
+        asked = config(max_new_tokens=32, **changes)
+        decode_anew(prepare_denoising(model, PROMPTS[:1], asked, SelfSpeculation(BLOCK + 1), 0))
+        read.append([most for most, _ in counted])
+    assert len(read[0]) == len(read[1])
+    assert all(other <= one + 2 for one, other in zip(*read, strict=True))
+
+
 @pytest.mark.parametrize(
     "speculation",
     [SelfSpeculation(BLOCK + 1, costs=(1.0,) * (BLOCK + 2)), SelfSpeculation(2, branch=2)],
@@ -541,25 +579,13 @@ def test_costs_are_measured_on_canvases_of_one_size(monkeypatch):
 )
 def test_every_wanted_block_has_room_in_the_widest_pass(speculation, changes, monkeypatch):
     """Also in rounds that draft less than the window is made for."""
-    counted = []
-    listed = canvases._listed
-
-    def listing(tree, width, wanted):
-        jax.debug.callback(lambda most: counted.append((int(most), width)), jnp.sum(wanted))
-        return listed(tree, width, wanted)
-
-    monkeypatch.setattr(canvases, "_listed", listing)
+    counted = blocks_read(monkeypatch)
     model = tiny_model(block=BLOCK, seed=1)
     request = prepare_denoising(model, PROMPTS, config(**changes), speculation, 0)
     for index in range(len(speculation.draft_counts)):
         always = jnp.int32(index)
         monkeypatch.setattr(self_speculative, "worth_drafting", lambda *_, always=always: always)
-        settings = {"plan": request.plan, "speculation": speculation}
-        step = jax.jit(partial(self_speculative.denoise_step, **settings))
-        states = request.begin()
-        while (np.asarray(states.canvas.stop) == Stop.RUNNING).any():
-            states, _ = step(request.params, states)
-    jax.effects_barrier()
+        decode_anew(request)
     assert len({width for _, width in counted}) > 1
     assert all(most <= width for most, width in counted)
 
