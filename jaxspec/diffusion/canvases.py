@@ -147,26 +147,31 @@ def _blocks_wanted(
     left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block, axis=1)
     is_child = tree.parents[:, None] == np.arange(len(parents))[None]
     is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
-    further = (_positions_ahead(plan, tree, state, drafts) - left) // plan.block + 1
+    further = (_positions_ahead(plan, tree, state, drafts, left) - left) // plan.block + 1
     runs_on = is_last[None] & (every > levels[None]) & (every <= (levels + further)[None])
     return own | (runs_on & (state.kept.cache.length + every * plan.block < state.row.end))
 
 
 def _positions_ahead(
-    plan: DenoisePlan, tree: Tree, state: DenoiseState, drafts: CanvasDrafts
+    plan: DenoisePlan,
+    tree: Tree,
+    state: DenoiseState,
+    drafts: CanvasDrafts,
+    left: Int[Array, " nodes"],
 ) -> Int[Array, " nodes"]:
-    """Returns positions to read after each canvas, for the drafts of the next pass.
+    """Returns the positions after each canvas that the drafts of the next pass may fill in.
 
-    They are all that these can fill in if every decision fills in the same number. Otherwise most
-    fill in far fewer than a whole block, so they are as many as this pass's drafts fill in. Drafts
-    that reach further end there, which costs a call and changes no text.
+    If every decision fills in the same number: that number for each draft. Otherwise most fill in
+    far fewer than a whole block, so it is the mean of the drafts on the canvas's path for each
+    draft; without a draft on it, the masks of the block (`left`), to draft behind it. Drafts that
+    reach further are not made; lossless texts stay the same.
     """
-    most = jnp.full(len(tree.depths), drafts.limit * plan.per_decision)
+    most = jnp.full(left.shape, drafts.limit * plan.per_decision)
     if isinstance(state.row.pace, EvenPace):
         return most
     masks = jnp.sum(drafts.canvases.tokens == plan.rules.mask_token_id, axis=1)
-    per_limit = (masks[0] - masks) * drafts.limit
-    return jnp.clip(-(-per_limit // np.maximum(tree.depths, 1)), drafts.limit, most)
+    of_drafts = -(-(masks[0] - masks) * drafts.limit // np.maximum(tree.depths, 1))
+    return jnp.minimum(jnp.where(tree.depths > 0, of_drafts, left), most)
 
 
 def block_counts(plan: DenoisePlan, tree: Tree) -> tuple[int, ...]:

@@ -336,6 +336,7 @@ def _accept(
     # The first draft can be checked even if it was not read. A draft that was asked for and could
     # not be made counts as rejected: it saves no pass either.
     first = drafts.possible & (depths == 1)
+    is_judged = (drafts.limit > 0) | jnp.any(first)
     looked_at = jnp.minimum(num_accepted + 1, jnp.maximum(drafts.limit, 1))
     right = jnp.where(drafts.limit > 0, num_accepted, jnp.any(agrees & first))
     canvas, prediction, block = jax.tree.map(
@@ -361,8 +362,8 @@ def _accept(
         canvas=canvas,
         prediction=prediction,
         kept=kept,
-        hits=FORGETTING * state.hits + right,
-        trials=FORGETTING * state.trials + looked_at,
+        hits=jnp.where(is_judged, FORGETTING * state.hits + right, state.hits),
+        trials=jnp.where(is_judged, FORGETTING * state.trials + looked_at, state.trials),
         stats=stats,
     )
     return state, DenoiseInfo(drafts.canvases.tokens, num_drafted, num_accepted)

@@ -48,6 +48,7 @@ CASES = {
     "blocks, two tokens per step": ({"block": BLOCK, "seed": 1}, {"steps": 6}),
     "blocks, whole ones": ({"block": BLOCK, "shift": True, "seed": 7}, {"steps": 3}),
     "blocks, threshold": ({"block": BLOCK}, {"threshold": 0.1}),
+    "blocks, linear time": ({"block": BLOCK}, {"schedule": "linear", "steps": 6}),
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
 SLOW = pytest.mark.slow
@@ -143,11 +144,20 @@ def test_other_drafts_give_the_same_text(name, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"steps": 6}, {"threshold": 0.3}, {"cache": "dual"}])
+@pytest.mark.parametrize(
+    ("block", "changes"),
+    [
+        (None, {"steps": 6}),
+        (None, {"threshold": 0.3}),
+        (BLOCK, {"threshold": 0.3}),
+        (None, {"cache": "dual"}),
+    ],
+)
 @pytest.mark.parametrize("name", DRAFTS)
-def test_other_drafts_of_other_decisions_give_the_same_text(name, changes):
-    stepwise = denoise(tiny_model(), PROMPTS, config(**changes))
-    drafted = denoise(tiny_model(), PROMPTS, config(**changes), DRAFTS[name])
+def test_other_drafts_of_other_decisions_give_the_same_text(name, block, changes):
+    model = tiny_model(block=block)
+    stepwise = denoise(model, PROMPTS, config(**changes))
+    drafted = denoise(model, PROMPTS, config(**changes), DRAFTS[name])
     assert tokens(drafted) == tokens(stepwise)
 
 
@@ -529,6 +539,35 @@ def test_costs_are_measured_on_canvases_of_one_size(monkeypatch):
     measure_costs(tiny_model(block=32), [[1]], settings, SelfSpeculation(5), repeats=1)
     assert [plan.num_nodes for plan in plans] == [1, 2, 3, 4, 5, 6]
     assert len({(plan.window, plan.canvas_size) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"threshold": 0.01}, pytest.param({"schedule": "linear", "steps": 3}, marks=SLOW)],
+    ids=["threshold", "linear time"],
+)
+def test_decisions_that_fill_whole_blocks_are_drafted_in_every_pass_but_the_first(changes):
+    """The prompt ends with a block: no pass leaves masks from which drafts could begin."""
+    model, prompt = tiny_model(block=BLOCK), list(range(1, 1 + BLOCK))
+    stepwise = denoise(model, prompt, config(**changes))[0]
+    assert stepwise.num_calls == PLAIN.max_new_tokens // BLOCK
+    drafted = denoise(model, prompt, config(**changes), SelfSpeculation(1))[0]
+    assert drafted.drafted[0] == 1
+
+
+def test_only_drafts_that_could_be_made_say_how_often_they_are_right():
+    """Rounds without drafts read no later block, so none can be made where one begins."""
+    model, prompt = tiny_model(block=BLOCK), list(range(1, 1 + BLOCK))
+    never = SelfSpeculation(1, costs=(1.0, 9.0))
+    request = prepare_denoising(model, prompt, PLAIN, never, 0)
+    states, static = request.begin(), {"plan": request.plan, "speculation": never}
+    judged = []
+    for _ in range(PLAIN.max_new_tokens):
+        before = float(states.trials[0])
+        states, info = step_stream(request.params, states, **static)
+        judged.append(float(states.trials[0]) != before)
+        assert info.num_drafted[0] == 0
+    assert judged == [False, True, True, True] * 3
 
 
 def blocks_read(monkeypatch) -> list[tuple[int, int]]:
