@@ -129,7 +129,7 @@ def drawing(path: Path) -> Iterator[Any]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Text stays text, in one font with no list of others behind it: the file is smaller.
+    # Text stays text, in one font, not a list of them: the file is smaller.
     fonts = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": [_FONT]}
     with rc_context({**fonts, "svg.hashsalt": path.name}):
         figure = Figure(figsize=(6, 3.5), layout="constrained")

@@ -159,12 +159,12 @@ def _positions_ahead(
     drafts: CanvasDrafts,
     left: Int[Array, " nodes"],
 ) -> Int[Array, " nodes"]:
-    """Returns the positions after each canvas that the drafts of the next pass may fill in.
+    """Returns how many positions after each canvas the drafts of the next pass may fill in.
 
-    If every decision fills in the same number: that number for each draft. Otherwise most fill in
-    far fewer than a whole block, so it is the mean of the drafts on the canvas's path for each
-    draft; without a draft on it, the masks of the block (`left`), to draft behind it. Drafts that
-    reach further are not made; lossless texts stay the same.
+    At an even pace, as many as `limit` decisions fill in. Otherwise most decisions fill in far
+    fewer than a whole block, so it is `limit` times the mean of the drafts on the canvas's path.
+    Where there are none it is `left`, the masks of the block, so that the next block is read.
+    Drafts that reach further are not made; lossless texts stay the same.
     """
     most = jnp.full(left.shape, drafts.limit * plan.per_decision)
     if isinstance(state.row.pace, EvenPace):

@@ -334,7 +334,8 @@ def _accept(
     num_accepted = depths[node]
     num_drafted = jnp.max(jnp.where(drafts.valid, depths, 0))
     # The first draft can be checked even if it was not read. A draft that was asked for and could
-    # not be made counts as rejected: it saves no pass either.
+    # not be made counts as rejected: it saves no pass either. In a pass without drafts, one that
+    # could not be made says nothing.
     first = drafts.possible & (depths == 1)
     is_judged = (drafts.limit > 0) | jnp.any(first)
     looked_at = jnp.minimum(num_accepted + 1, jnp.maximum(drafts.limit, 1))
