@@ -130,7 +130,7 @@ def drawing(path: Path) -> Iterator[Any]:
     from matplotlib.figure import Figure
 
     # Text stays text, in one font, not a list of them: the file is smaller.
-    fonts = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": [_FONT]}
+    fonts: Any = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": [_FONT]}
     with rc_context({**fonts, "svg.hashsalt": path.name}):
         figure = Figure(figsize=(6, 3.5), layout="constrained")
         axes = figure.subplots()
