@@ -604,7 +604,7 @@ def test_a_threshold_that_no_token_passes_reads_hardly_more_than_single_steps(mo
         asked = config(max_new_tokens=32, **changes)
         decode_anew(prepare_denoising(model, PROMPTS[:1], asked, SelfSpeculation(BLOCK + 1), 0))
         read.append([most for most, _ in counted])
-    assert len(read[0]) == len(read[1])
+    assert len(read[0]) == len(read[1]) > 0
     assert all(other <= one + 2 for one, other in zip(*read, strict=True))
 
 
