@@ -319,7 +319,7 @@ def test_a_published_folder_and_a_thousand_new_tokens(
         assert main(job(f"whole {how}", how, "--batch-size", "4")) == 0
         killed = tmp_path / f"killed {how}"
         process = run_commands(environment, job(killed.name, how, "--batch-size", "1"))
-        while process.poll() is None and not (killed.exists() and killed.stat().st_size):
+        while process.poll() is None and not (killed.exists() and b"\n" in killed.read_bytes()):
             time.sleep(0.05)
         process.kill()
         process.communicate()
