@@ -1,7 +1,8 @@
-"""The suite `forms`: drafts of up to 32 tokens, where every token of the text can be foreseen.
+"""The suites `forms` and `forms-diffusion`: text of which every token can be foreseen.
 
-It trains a target of its own and drafters for it, where its folder lacks them: about an hour on two
-cores. Each training is a command of `jaxspec`, which continues if it was interrupted.
+`forms` drafts up to 32 tokens for a causal model, `forms-diffusion` lets a diffusion model draft
+for itself. They train their models, where their folder lacks them: `forms` for an hour and a half
+on two cores. Each training is a command of `jaxspec`, which continues if it was interrupted.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from benchmarks.suites.litert import (
     methods_section,
     open_file,
 )
-from jaxspec.checkpoint import Model, load, load_eagle, shipped_folders
+from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_folders
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands.methods import DEER, DRAFT, EAGLE3_HEAD, EAGLE_HEAD, MADE_FOR
 from jaxspec.core.tree import EAGLE_PATHS, chain_paths
@@ -45,6 +46,7 @@ from jaxspec.decoding.result import GenerationResult
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
     Deer,
+    DFlash,
     DrafterLike,
     DraftModel,
     Eagle,
@@ -60,10 +62,10 @@ from jaxspec.measure.comparison import (
     outputs_text,
     speedup_text,
 )
-from jaxspec.measure.figures import PLAIN, speedup_interval
+from jaxspec.measure.figures import PLAIN, Figures, speedup_interval
 from jaxspec.measure.timing import release_programs
 from jaxspec.mobile.contents import ExportConfig
-from jaxspec.models import Eagle3Head, EagleHead, Network
+from jaxspec.models import DFlashHead, Eagle3Head, EagleHead, Network
 from jaxspec.tuning.plots import check_plots
 
 _LEARNED = {"train": 16000, "align": 4000}
@@ -78,13 +80,15 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 _FEWEST_DRAFTS = 30
 """Drafts that come to a place, at least, for its share of accepted ones to be drawn."""
 _START = "demo-block-diffusion"
-_TARGET, _HEAD, _FILLING = "target", "eagle", "diffusion"
+_TARGET, _HEAD, _HEAD3, _FILLING = "target", "eagle", "eagle3", "diffusion"
+_DRAFT, _BLOCKS, _MARKOV = "draft", "dflash", "dflash-markov"
 _LAST_STAGE = "stage II"
 _STAGES = {
     "start": None,
     "stage I, scattered": "stage-1-scattered",
     "stage I, suffix": "stage-1-suffix",
     _LAST_STAGE: "stage-2",
+    "stage II, hybrid loss": "stage-2-hybrid",
 }
 """Folders of drafters; `None`: the shipped model that alignment starts from."""
 
@@ -96,6 +100,13 @@ _ALIGN = (
     "train deer --target {folder}/target --data forms={folder}/align.jsonl --own-text 2000 "
     f"--texts {{folder}}/texts --rows 8 --block 16 {_COMMON}"
 )
+_STAGE_2 = (
+    f" --start-from {{folder}}/stage-1-suffix --stage 2 --longest {_HIDDEN} --cuts all --steps 1200"
+)
+_LEARN = (
+    "--target {folder}/target --data forms={folder}/align.jsonl --own-text 2000 --rows 8 "
+    f"--steps 600 {_COMMON}"
+)
 _TRAININGS = {
     _TARGET: "train lm --data forms={folder}/train.jsonl --tokenizer {tokenizer} --layers 8 "
     "--embed-dim 320 --heads 5 --kv-heads 1 --head-dim 64 --mlp-dim 640 --rows 10 --steps 600 "
@@ -103,11 +114,16 @@ _TRAININGS = {
     "stage-1-scattered": _ALIGN + " --start-from {start} --stage 1 --steps 300",
     "stage-1-suffix": _ALIGN
     + f" --start-from {{start}} --stage 1 --hide suffix --longest {_HIDDEN} --steps 300",
-    "stage-2": _ALIGN
-    + f" --start-from {{folder}}/stage-1-suffix --stage 2 --longest {_HIDDEN} --cuts all "
-    "--steps 1200",
-    _HEAD: "train eagle --target {folder}/target --data forms={folder}/align.jsonl "
-    f"--own-text 2000 --rows 8 --steps 600 {_COMMON}",
+    "stage-2": _ALIGN + _STAGE_2,
+    "stage-2-hybrid": f"{_ALIGN}{_STAGE_2} --loss hybrid",
+    _HEAD: f"train eagle {_LEARN}",
+    _HEAD3: f"train eagle --version 3 {_LEARN}",
+    _BLOCKS: f"train dflash --block {_LONGEST + 1} --texts {{folder}}/texts {_LEARN}",
+    _MARKOV: f"train dflash --start-from {{folder}}/{_BLOCKS} --markov 64 "
+    f"--texts {{folder}}/texts {_LEARN}",
+    _DRAFT: "train lm --teacher {folder}/target --data forms={folder}/align.jsonl --own-text 2000 "
+    "--own-text-weight 2 --soft-share 1 --layers 4 --embed-dim 192 --heads 3 --kv-heads 1 "
+    f"--head-dim 64 --mlp-dim 512 --rows 8 --steps 600 {_COMMON}",
     _FILLING: "train masked --data forms={folder}/train.jsonl --start-from {start} --block 4 "
     f"--rows 8 --steps 900 {_COMMON}",
 }
@@ -158,7 +174,7 @@ def trainings(folder: Path) -> dict[str, list[str]]:
 
 
 def shown_trainings() -> dict[str, str]:
-    """Returns the commands for people, with FORMS as the suite's folder."""
+    """Returns the commands for people, with FORMS as the suites' folder."""
     folder, places = Path("FORMS"), shipped_folders()
     commands = {name: " ".join(words) for name, words in trainings(folder).items()}
     for path in (places[MADE_FOR], places[_START]):
@@ -166,8 +182,8 @@ def shown_trainings() -> dict[str, str]:
     return {name: f"jaxspec {command}" for name, command in commands.items()}
 
 
-def train_missing(folder: Path, advance: Advance) -> None:
-    """Writes the forms, and trains each model that is not in the folder yet.
+def train_missing(folder: Path, names: Sequence[str], advance: Advance) -> None:
+    """Writes the forms, and trains each of the named models that is not in the folder yet.
 
     Raises:
         ValueError: a model in the folder was made by another command, or a training failed.
@@ -179,6 +195,8 @@ def train_missing(folder: Path, advance: Advance) -> None:
             (staging / f"{split}.jsonl").write_text("".join(f"{row}\n" for row in rows))
     shown, start = shown_trainings(), load(_START).digest
     for name, words in trainings(folder).items():
+        if name not in names:
+            continue
         made_by = folder / name / _COMMAND_FILE
         # The shipped model may be another one than it was.
         origin = f"\n{_START}: {start}" if "{start}" in _TRAININGS[name] else ""
@@ -280,6 +298,20 @@ def measure_filling(
     return compare(model, prompts, ways, config, repeats=repeats, progress=progress)
 
 
+def fill_deeper(filling: Model, tested: Sequence[Form], progress: bool) -> dict[int, Comparison]:
+    """Compares ways to decode with a diffusion model of several depths, by their factors.
+
+    The one that is drawn decodes all forms, and with lossy drafts, too.
+    """
+    found = {}
+    for times in _FILLS_AS_DEEP:
+        model = deepened(filling, times)
+        drawn = times == _PICTURED
+        chosen, lossy = (tested, _LOSSY) if drawn else (tested[:_NUM_TIMED], ())
+        found[times] = measure_filling(model, chosen, 1, progress, lossy)
+    return found
+
+
 def count_right(model: Model, row: ComparisonRow, tested: Sequence[Form]) -> int:
     """Returns how many texts of a method are the records of their forms."""
     assert model.tokenizer is not None  # trained with one
@@ -292,8 +324,11 @@ class _Made(NamedTuple):
 
     target: Model
     head: EagleHead | Eagle3Head
+    head3: EagleHead | Eagle3Head
+    blocks: DFlashHead
+    markov: DFlashHead
+    draft: Model
     stages: Mapping[str, Model]
-    filling: Model
 
     @classmethod
     def read(cls, folder: Path) -> "_Made":
@@ -303,8 +338,9 @@ class _Made(NamedTuple):
             name: load(_START if place is None else folder / place)
             for name, place in _STAGES.items()
         }
-        head = load_eagle(folder / _HEAD, target)
-        return cls(target, head, stages, load(folder / _FILLING))
+        heads = [load_eagle(folder / name, target) for name in (_HEAD, _HEAD3)]
+        flash = [load_dflash(folder / name, target) for name in (_BLOCKS, _MARKOV)]
+        return cls(target, *heads, *flash, load(folder / _DRAFT), stages)
 
     @property
     def aligned(self) -> Model:
@@ -316,15 +352,37 @@ class _Made(NamedTuple):
         eagle = {
             f"EAGLE-1, chain of {n}": Eagle.of(self.head, chain_paths(n)) for n in (4, *_CHAINS)
         }
+        deer = {f"DEER, chain of {n}": Deer.of(self.aligned, block=n) for n in (4, *_CHAINS)}
+        passes = {
+            f"DEER, chain of 16, {n} passes": Deer.of(self.aligned, block=16, steps=n)
+            for n in (2, 3)
+        }
         return {
             "prompt lookup": PromptLookup(),
             "suffix lookup": SuffixLookup(),
             "token recycling": TokenRecycling(),
+            "draft model, chain of 4": DraftModel.of(self.draft, 4),
+            "draft model, chain of 16": DraftModel.of(self.draft, 16),
             **eagle,
             "EAGLE-1, 25 nodes": Eagle.of(self.head, EAGLE_PATHS),
-            **{f"DEER, chain of {n}": Deer.of(self.aligned, block=n) for n in _CHAINS},
-            "DEER, chain of 16, 2 passes": Deer.of(self.aligned, block=16, steps=2),
+            "EAGLE-3, chain of 4": Eagle.of(self.head3, chain_paths(4)),
+            "EAGLE-3, chain of 16": Eagle.of(self.head3, chain_paths(16)),
+            **{f"DFlash, chain of {n}": DFlash.of(self.blocks, block=n) for n in (16, _LONGEST)},
+            "DFlash with a Markov head, chain of 16": DFlash.of(self.markov, block=16),
+            **deer,
+            **passes,
             "DEER, tree of 16": Deer.of(self.aligned, block=16, num_nodes=16),
+        }
+
+    def longest(self) -> dict[str, DrafterLike]:
+        """Returns the drafters whose acceptance is shown by depth."""
+        chain = chain_paths(_LONGEST)
+        return {
+            "DEER": Deer.of(self.aligned, block=_LONGEST),
+            "DFlash": DFlash.of(self.blocks, block=_LONGEST),
+            "EAGLE-1": Eagle.of(self.head, chain),
+            "EAGLE-3": Eagle.of(self.head3, chain),
+            "draft model": DraftModel.of(self.draft, _LONGEST),
         }
 
     def measure_deeper(self, prompts: Sequence[str], progress: bool) -> dict[int, Comparison]:
@@ -334,6 +392,7 @@ class _Made(NamedTuple):
         drafters: dict[str, DrafterLike] = {
             "EAGLE-1, chain of 4": Eagle.of(self.head, chain_paths(4), any_target=True),
             "EAGLE-1, chain of 16": Eagle.of(self.head, chain_paths(16), any_target=True),
+            "DFlash, chain of 16": DFlash.of(self.blocks, block=16, any_target=True),
             "DEER, chain of 16": Deer.of(self.aligned, block=16, any_target=True),
         }
         for times in _TIMES_AS_DEEP:
@@ -361,18 +420,45 @@ class _Made(NamedTuple):
                 found[weights] = methods, decode_files(files, methods, ids, _FILE_TOKENS)
         return found
 
-    def fill_deeper(self, tested: Sequence[Form], progress: bool) -> dict[int, Comparison]:
-        """Compares ways to decode with diffusion models of several depths, by their factors.
 
-        The one that is drawn decodes all forms, and with lossy drafts, too.
-        """
-        found = {}
-        for times in _FILLS_AS_DEEP:
-            model = deepened(self.filling, times)
-            drawn = times == _PICTURED
-            chosen, lossy = (tested, _LOSSY) if drawn else (tested[:_NUM_TIMED], ())
-            found[times] = measure_filling(model, chosen, 1, progress, lossy)
-        return found
+class _Shipped(NamedTuple):
+    """The models of `demo`, which draft on the questions."""
+
+    target: Model
+    head: EagleHead | Eagle3Head
+    head3: EagleHead | Eagle3Head
+    draft: Model
+    aligned: Model
+
+    @classmethod
+    def read(cls) -> "_Shipped":
+        """Reads them from the checkpoints of the package."""
+        target = load(MADE_FOR)
+        heads = [load_eagle(name, target) for name in (EAGLE_HEAD, EAGLE3_HEAD)]
+        return cls(target, *heads, load(DRAFT), load(DEER))
+
+    def methods(self) -> dict[str, DrafterLike]:
+        """Returns drafters that are compared on the questions, with names as on the forms."""
+        return {
+            "draft model, chain of 4": DraftModel.of(self.draft, 4),
+            "draft model, chain of 16": DraftModel.of(self.draft, 16),
+            "EAGLE-1, chain of 4": Eagle.of(self.head, chain_paths(4)),
+            "EAGLE-1, chain of 16": Eagle.of(self.head, chain_paths(16)),
+            "EAGLE-3, chain of 4": Eagle.of(self.head3, chain_paths(4)),
+            "EAGLE-3, chain of 16": Eagle.of(self.head3, chain_paths(16)),
+            "DEER, chain of 4": Deer.of(self.aligned, block=4),
+            "DEER, chain of 16": Deer.of(self.aligned, block=16),
+        }
+
+    def longest(self) -> dict[str, DrafterLike]:
+        """Returns the drafters whose acceptance is shown by depth."""
+        chain = chain_paths(_LONGEST)
+        return {
+            "DEER": Deer.of(self.aligned, block=_LONGEST),
+            "EAGLE-1": Eagle.of(self.head, chain),
+            "EAGLE-3": Eagle.of(self.head3, chain),
+            "draft model": DraftModel.of(self.draft, _LONGEST),
+        }
 
 
 def _measure(run: SuiteRun) -> Page:
@@ -380,54 +466,44 @@ def _measure(run: SuiteRun) -> Page:
     folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
     tested = [*forms("test", _NUM_TESTED)]
     prompts = [form.prompt for form in tested]
-    with run.steps(len(_TRAININGS) + 7) as advance:
-        train_missing(folder, advance)
-        made, demo = _Made.read(folder), load(MADE_FOR)
-        config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
+    trained = [name for name in _TRAININGS if name != _FILLING]
+    with run.steps(len(trained) + 6) as advance:
+        train_missing(folder, trained, advance)
+        made, demo = _Made.read(folder), _Shipped.read()
         given = {"repeats": run.repeats, "progress": run.progress}
         advance("methods")
+        config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
         compared = compare(made.target, prompts, made.methods(), config, **given)
+        advance("questions")
+        asked = run.prompts(demo.target, new_tokens)
+        questions, tasks = [each.text for each in asked], [each.category for each in asked]
+        config = GenerationConfig(max_new_tokens=new_tokens)
+        on_questions = compare(
+            demo.target, questions, demo.methods(), config, categories=tasks, **given
+        )
         advance("deeper targets")
         deeper = made.measure_deeper(prompts[:_NUM_TIMED], run.progress)
         advance("LiteRT")
         in_files = made.measure_files(prompts[:_NUM_IN_FILES])
-        advance("a diffusion model by itself")
-        filled = measure_filling(made.filling, tested, lossy=_LOSSY, **given)
-        advance("larger diffusion models")
-        filled_deeper = made.fill_deeper(tested, run.progress)
         advance("stages")
         drafters = {name: Deer.of(each, block=16) for name, each in made.stages.items()}
         found = decode_greedily(made.target, drafters, prompts, _NEW_TOKENS)
         stages = [as_stage(name, result) for name, result in found.items()]
         advance("depths")
-        long = chain_paths(_LONGEST)
-        in_forms = {
-            "DEER": Deer.of(made.aligned, block=_LONGEST),
-            "EAGLE-1": Eagle.of(made.head, long),
-        }
-        on_questions = {
-            "DEER": Deer.of(load(DEER), block=_LONGEST),
-            "EAGLE-1": Eagle.of(load_eagle(EAGLE_HEAD, demo), long),
-            "EAGLE-3": Eagle.of(load_eagle(EAGLE3_HEAD, demo), long),
-            "draft model": DraftModel.of(load(DRAFT), _LONGEST),
-        }
-        questions = [each.text for each in run.prompts(demo, new_tokens)]
         depths = {
-            "forms": decode_greedily(made.target, in_forms, prompts, _NEW_TOKENS),
+            "forms": decode_greedily(made.target, made.longest(), prompts, _NEW_TOKENS),
             f"{len(questions)} questions": decode_greedily(
-                demo, on_questions, questions, new_tokens
+                demo.target, demo.longest(), questions, new_tokens
             ),
         }
     accepted = {
         group: {name: result.metrics for name, result in results.items()}
         for group, results in depths.items()
     }
-    right = {row.name: count_right(made.filling, row, tested) for row in filled.rows}
-    right["target"] = count_right(made.target, compared.plain, tested)
-    drawn = filled_deeper[_PICTURED]
-    right_of_drawn = {row.name: count_right(made.filling, row, tested) for row in drawn.rows}
+    right = count_right(made.target, compared.plain, tested)
     sections = [
-        _section_of_methods(compared, right["target"]),
+        _section_of_methods(compared, right),
+        _section_of_tasks(on_questions, compared),
         _section_of_deeper(
             "Larger targets",
             f"The same target with more layers{_ABOUT_DEEPENED} Drafters are the same.",
@@ -437,18 +513,51 @@ def _measure(run: SuiteRun) -> Page:
         _section_of_stages(stages),
         _section_of_depths(accepted),
         _section_of_lengths(accepted),
+        _section_of_trainings(trained),
+    ]
+    figures = {
+        "methods": compared.as_dict(),
+        "questions": on_questions.as_dict(),
+        "deeper": {str(times): each.as_dict() for times, each in deeper.items()},
+        "litert": {weights: rows for weights, (_, rows) in in_files.items()},
+        "stages": stages,
+        "depths": accepted,
+        "right": right,
+    }
+    agree = all(each.outputs_agree for each in (compared, on_questions, *deeper.values()))
+    # Quantized weights may turn near ties, as `litert-tokens` lists them.
+    agree &= not any(row.divergences for row in in_files["float32"][1])
+    return Page(sections, figures, agree, {DEPTHS_PLOT: partial(plot_depths, accepted)})
+
+
+def _measure_filling(run: SuiteRun) -> Page:
+    check_plots()
+    folder, tested = Path(run.settings["folder"]), [*forms("test", _NUM_TESTED)]
+    with run.steps(3) as advance:
+        train_missing(folder, [_FILLING], advance)
+        filling = load(folder / _FILLING)
+        advance("a diffusion model by itself")
+        filled = measure_filling(filling, tested, run.repeats, run.progress, _LOSSY)
+        advance("larger diffusion models")
+        deeper = fill_deeper(filling, tested, run.progress)
+    drawn = deeper[_PICTURED]
+    right, right_of_drawn = (
+        {row.name: count_right(filling, row, tested) for row in each.rows}
+        for each in (filled, drawn)
+    )
+    sections = [
         _section_of_filling(
             "A diffusion model by itself",
-            "It learned the same forms, and fills in the records of the same tests: stepwise, and "
-            f"with drafts of its own. One at a time, median of {filled.repeats}. {filled.machine}.",
+            f"Forms and records as on the page of `forms`. The model fills in the records of "
+            f"{_NUM_TESTED} forms that nothing was trained on: stepwise, and with drafts of its "
+            f"own. One at a time, median of {filled.repeats}. {filled.machine}.",
             filled,
             right,
         ),
         _section_of_deeper(
             "Larger diffusion models",
-            f"The same diffusion model with more layers{_ABOUT_DEEPENED} Every text is stepwise "
-            "decoding's.",
-            filled_deeper,
+            f"The same model with more layers{_ABOUT_DEEPENED} Every text is stepwise decoding's.",
+            deeper,
         ),
         _section_of_filling(
             f"A diffusion model of {drawn.weight_bytes / 1e6:.0f} MB",
@@ -456,28 +565,16 @@ def _measure(run: SuiteRun) -> Page:
             drawn,
             right_of_drawn,
         ),
-        _section_of_trainings(),
+        _section_of_trainings([_FILLING]),
     ]
     figures = {
-        "methods": compared.as_dict(),
-        "deeper": {str(times): each.as_dict() for times, each in deeper.items()},
-        "litert": {weights: rows for weights, (_, rows) in in_files.items()},
-        "stages": stages,
-        "depths": accepted,
         "diffusion": filled.as_dict(),
-        "deeper diffusion": {str(times): each.as_dict() for times, each in filled_deeper.items()},
+        "deeper": {str(times): each.as_dict() for times, each in deeper.items()},
         "right": right,
         "right, deeper": right_of_drawn,
     }
-    every = (compared, filled, *deeper.values(), *filled_deeper.values())
-    agree = all(each.outputs_agree for each in every)
-    # Quantized weights may turn near ties, as `litert-tokens` lists them.
-    agree &= not any(row.divergences for row in in_files["float32"][1])
-    plots = {
-        PLOT: partial(plot_lossy, drawn, right_of_drawn),
-        DEPTHS_PLOT: partial(plot_depths, accepted),
-    }
-    return Page(sections, figures, agree, plots)
+    agree = all(each.outputs_agree for each in (filled, *deeper.values()))
+    return Page(sections, figures, agree, {PLOT: partial(plot_lossy, drawn, right_of_drawn)})
 
 
 def _section_of_methods(compared: Comparison, right: int) -> Section:
@@ -489,9 +586,10 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
             f"copied values. {len(compared.prompt_indices)} forms that nothing was trained on, "
             f"greedy, one at a time, up to {_NEW_TOKENS} new tokens, median of {compared.repeats}. "
             f"The target's own records are right in {right} of them. {compared.machine}.",
-            "DEER's drafter began as a model of general text and had 1,500 updates. The EAGLE head "
-            "began with random weights and had 600. Both learned from the same texts of the "
-            "target, of which many begin within a form.",
+            "DEER's drafter began as a model of general text and had 1,500 updates. The other "
+            "drafters began with random weights and had 600; the Markov head had 600 more, over "
+            "the DFlash head. All learned from texts that the target wrote, of which many begin "
+            f"within a form. The DFlash head was trained on drafts of {_LONGEST}.",
         ],
         ["method", "outputs", "tau", "longest", "tokens/s", "over plain [95 %]", "repeated"],
         [
@@ -512,6 +610,41 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
             "**repeated**: share of the output's 4-grams that occurred in it before.",
             *lines,
         ],
+    )
+
+
+def _section_of_tasks(on_questions: Comparison, on_forms: Comparison) -> Section:
+    def cells(model: str, task: str, row: ComparisonRow, figures: Figures) -> list[str]:
+        return [
+            *(model, task, row.name),
+            f"{figures.mean_acceptance_length:.2f}",
+            f"{figures.max_accepted_tokens}",
+            speedup_text(figures),
+            f"{figures.repeated_ngrams:.0%}",
+        ]
+
+    _, *drafted = on_questions.rows
+    megabytes = [each.weight_bytes / 1e6 for each in (on_questions, on_forms)]
+    rows = [
+        cells(f"{MADE_FOR}, {megabytes[0]:.0f} MB", task, row, row.by_category[task])
+        for task in drafted[0].by_category
+        for row in drafted
+    ]
+    rows += [
+        cells(f"of forms, {megabytes[1]:.0f} MB", "forms", each, each.overall)
+        for each in (on_forms[row.name] for row in drafted)
+    ]
+    return Section(
+        "Targets, tasks and methods",
+        [
+            f"The methods that both targets have: {MADE_FOR} answers "
+            f"{len(on_questions.prompt_indices)} questions with the drafters that ship, the target "
+            f"of the forms those above. Greedy, one at a time, median of {on_questions.repeats}; "
+            f"{MADE_FOR} writes up to {on_questions.config.max_new_tokens} new tokens. Speed-ups "
+            f"are over plain decoding by the same target. {on_questions.machine}.",
+        ],
+        ["target", "task", "method", "tau", "longest", "over plain [95 %]", "repeated"],
+        rows,
     )
 
 
@@ -700,26 +833,36 @@ def _section_of_filling(
     )
 
 
-def _section_of_trainings() -> Section:
+def _section_of_trainings(names: Sequence[str]) -> Section:
+    shown = shown_trainings()
     return Section(
         "Trainings",
         [
             "The suite writes train.jsonl and align.jsonl into its folder, here FORMS "
             "(`benchmarks/forms.py`), and runs these commands, unless they were run before:",
-            "\n".join(["```", *shown_trainings().values(), "```"]),
+            "\n".join(["```", *(shown[name] for name in names), "```"]),
         ],
     )
 
 
+_FOLDER = {"folder": str(DATA_FOLDER.parent / "forms")}
 FORM_SUITES: Mapping[str, Suite] = {
     "forms": Suite(
         title="Drafts of up to 32 tokens where the text can be foreseen",
-        about="DEER, EAGLE and lookup on forms and their records, with stages of alignment; trains",
+        about="every method on forms and their records, with stages of DEER's alignment; trains",
         measure=_measure,
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
         repeats=3,
         needs=(MADE_FOR, _START, DEER, DRAFT, EAGLE_HEAD, EAGLE3_HEAD),
-        takes={"folder": str(DATA_FOLDER.parent / "forms")},
-    )
+        takes=_FOLDER,
+    ),
+    "forms-diffusion": Suite(
+        title="A diffusion model that drafts for itself where the text can be foreseen",
+        about="calls, time and right records of a diffusion model, lossy drafts too; trains",
+        measure=_measure_filling,
+        repeats=3,
+        needs=(_START,),
+        takes=_FOLDER,
+    ),
 }

@@ -1,4 +1,4 @@
-"""The suite `forms`: forms, commands of its trainings, and the page."""
+"""The suites of forms: forms, commands of their trainings, and the pages."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,8 @@ from benchmarks.suites import forms as suite
 from jaxspec import generate
 from jaxspec.cli import build_parser
 from jaxspec.decoding.metrics import Metrics
+from jaxspec.models import DFlashHead
+from jaxspec.models.dflash import init_dflash_params
 from tests.measure.models import filling_model
 
 NUMBER = 40
@@ -86,24 +89,30 @@ def test_only_missing_models_are_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(suite.subprocess, "run", make)
     monkeypatch.setattr(suite, "_LEARNED", {"train": 4, "align": 4})
     refused = "stage-2"
-    with pytest.raises(ValueError, match=r"training of .*stage-2 failed"):
-        suite.train_missing(tmp_path, lambda name: None)
-    refused = ""
-    suite.train_missing(tmp_path, lambda name: None)
     made = [*suite.trainings(tmp_path)]
+
+    def train() -> None:
+        suite.train_missing(tmp_path, made, lambda name: None)
+
+    with pytest.raises(ValueError, match=r"training of .*stage-2 failed"):
+        train()
+    refused = ""
+    train()
     again = made.index("stage-2")
     assert ran == [*made[: again + 1], *made[again:]]
-    suite.train_missing(tmp_path, lambda name: None)
+    train()
     assert len(ran) == len(made) + 1
+    suite.train_missing(tmp_path / "other", made[:1], lambda name: None)
+    assert ran[len(made) + 1 :] == made[:1]
     rows = [json.loads(line) for line in (tmp_path / "align.jsonl").read_text().splitlines()]
     assert [Form(**row) for row in rows] == [*forms("align", 4)]
     (tmp_path / "eagle" / "command.txt").write_text("jaxspec train eagle --steps 1")
     with pytest.raises(ValueError, match=r"folder: .*eagle was made by another command"):
-        suite.train_missing(tmp_path, lambda name: None)
+        train()
     start = SimpleNamespace(digest="of other weights")
     monkeypatch.setattr(suite, "load", lambda name: start)
     with pytest.raises(ValueError, match=r"folder: .*scattered .*or from another demo-block-diff"):
-        suite.train_missing(tmp_path, lambda name: None)
+        train()
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -118,15 +127,20 @@ def test_a_deepened_target_says_the_same(model, times):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shipped")
-def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
+def test_the_suites_are_measured(model, head, data_folder, monkeypatch):
     pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
     drafter, filling = filling_model("deer", 4), filling_model("diffusion", 4)
-    made = {"stage-1-scattered": drafter, "stage-1-suffix": drafter, "stage-2": drafter}
+    config = model.config.replace(num_layers=1)
+    params = init_dflash_params(config, config.embed_dim, jax.random.key(0))
+    flash = DFlashHead(params, config, taps=(0,), mask_token_id=0, block=17)
+    stages = ("stage-1-scattered", "stage-1-suffix", "stage-2", "stage-2-hybrid")
+    made = dict.fromkeys(stages, drafter) | {"draft": model}
     made |= {"demo-block-diffusion": drafter, "demo-deer": drafter, "diffusion": filling}
     made |= {"target": model, "demo": model, "demo-draft": model}
     monkeypatch.setattr(suite, "load", lambda place: made[Path(place).name])
     monkeypatch.setattr(suite, "load_eagle", lambda name, target: head)
-    monkeypatch.setattr(suite, "train_missing", lambda folder, advance: None)
+    monkeypatch.setattr(suite, "load_dflash", lambda name, target: flash)
+    monkeypatch.setattr(suite, "train_missing", lambda folder, names, advance: None)
     places = {name: Path(name) for name in ("demo", "demo-block-diffusion")}
     monkeypatch.setattr(suite, "shipped_folders", lambda: places)
     for name, value in {
@@ -134,7 +148,7 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
         "_NEW_TOKENS": 8,
         "_LONGEST": 4,
         "_DEPTHS": (1, 4),
-        "_CHAINS": (4,),
+        "_CHAINS": (16,),
         "_TIMES_AS_DEEP": (1, 2),
         "_FILLS_AS_DEEP": (1, 2),
         "_PICTURED": 2,
@@ -146,12 +160,14 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
         "_FILE_TOKENS": 8,
     }.items():
         monkeypatch.setattr(suite, name, value)
-    asked = dataclasses.replace(SUITES["forms"], needs=(), max_new_tokens=8)
-    page = measure("forms", asked, data_folder, 1, 1, progress=False, folder="FORMS")
-    assert page.agree
-    sizes = [len(section.rows) for section in page.sections]
-    assert sizes == [9, 2, 3, 3, 4, 6, 6, 7, 2, 7, 0]
-    json.dumps(page.as_dict(), allow_nan=False)
+    expected = {"forms": [19, 32, 2, 3, 3, 5, 9, 9, 0], "forms-diffusion": [7, 2, 7, 0]}
+    for name, sizes in expected.items():
+        asked = dataclasses.replace(SUITES[name], needs=(), max_new_tokens=8)
+        count = 1 if asked.prompt_sets else None
+        page = measure(name, asked, data_folder, count, 1, progress=False, folder="FORMS")
+        assert page.agree
+        assert [len(section.rows) for section in page.sections] == sizes
+        json.dumps(page.as_dict(), allow_nan=False)
 
 
 def metrics(accepted: list[int]) -> Metrics:
