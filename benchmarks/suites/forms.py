@@ -338,9 +338,9 @@ class _Made(NamedTuple):
             name: load(_START if place is None else folder / place)
             for name, place in _STAGES.items()
         }
-        heads = [load_eagle(folder / name, target) for name in (_HEAD, _HEAD3)]
-        flash = [load_dflash(folder / name, target) for name in (_BLOCKS, _MARKOV)]
-        return cls(target, *heads, *flash, load(folder / _DRAFT), stages)
+        head, head3 = (load_eagle(folder / name, target) for name in (_HEAD, _HEAD3))
+        blocks, markov = (load_dflash(folder / name, target) for name in (_BLOCKS, _MARKOV))
+        return cls(target, head, head3, blocks, markov, load(folder / _DRAFT), stages)
 
     @property
     def aligned(self) -> Model:
@@ -434,8 +434,8 @@ class _Shipped(NamedTuple):
     def read(cls) -> "_Shipped":
         """Reads them from the checkpoints of the package."""
         target = load(MADE_FOR)
-        heads = [load_eagle(name, target) for name in (EAGLE_HEAD, EAGLE3_HEAD)]
-        return cls(target, *heads, load(DRAFT), load(DEER))
+        head, head3 = (load_eagle(name, target) for name in (EAGLE_HEAD, EAGLE3_HEAD))
+        return cls(target, head, head3, load(DRAFT), load(DEER))
 
     def methods(self) -> dict[str, DrafterLike]:
         """Returns drafters that are compared on the questions, with names as on the forms."""
