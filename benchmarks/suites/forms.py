@@ -376,14 +376,8 @@ class _Made(NamedTuple):
 
     def longest(self) -> dict[str, DrafterLike]:
         """Returns the drafters whose acceptance is shown by depth."""
-        chain = chain_paths(_LONGEST)
-        return {
-            "DEER": Deer.of(self.aligned, block=_LONGEST),
-            "DFlash": DFlash.of(self.blocks, block=_LONGEST),
-            "EAGLE-1": Eagle.of(self.head, chain),
-            "EAGLE-3": Eagle.of(self.head3, chain),
-            "draft model": DraftModel.of(self.draft, _LONGEST),
-        }
+        flash: dict[str, DrafterLike] = {"DFlash": DFlash.of(self.blocks, block=_LONGEST)}
+        return flash | _chains_of(self, _LONGEST)
 
     def measure_deeper(self, prompts: Sequence[str], progress: bool) -> dict[int, Comparison]:
         """Compares methods on targets of several depths, by their factors."""
@@ -440,25 +434,25 @@ class _Shipped(NamedTuple):
     def methods(self) -> dict[str, DrafterLike]:
         """Returns drafters that are compared on the questions, with names as on the forms."""
         return {
-            "draft model, chain of 4": DraftModel.of(self.draft, 4),
-            "draft model, chain of 16": DraftModel.of(self.draft, 16),
-            "EAGLE-1, chain of 4": Eagle.of(self.head, chain_paths(4)),
-            "EAGLE-1, chain of 16": Eagle.of(self.head, chain_paths(16)),
-            "EAGLE-3, chain of 4": Eagle.of(self.head3, chain_paths(4)),
-            "EAGLE-3, chain of 16": Eagle.of(self.head3, chain_paths(16)),
-            "DEER, chain of 4": Deer.of(self.aligned, block=4),
-            "DEER, chain of 16": Deer.of(self.aligned, block=16),
+            f"{name}, chain of {length}": drafter
+            for length in (4, 16)
+            for name, drafter in _chains_of(self, length).items()
         }
 
     def longest(self) -> dict[str, DrafterLike]:
         """Returns the drafters whose acceptance is shown by depth."""
-        chain = chain_paths(_LONGEST)
-        return {
-            "DEER": Deer.of(self.aligned, block=_LONGEST),
-            "EAGLE-1": Eagle.of(self.head, chain),
-            "EAGLE-3": Eagle.of(self.head3, chain),
-            "draft model": DraftModel.of(self.draft, _LONGEST),
-        }
+        return _chains_of(self, _LONGEST)
+
+
+def _chains_of(models: _Made | _Shipped, length: int) -> dict[str, DrafterLike]:
+    """Returns the drafters that both targets have, each with chains of one length."""
+    paths = chain_paths(length)
+    return {
+        "DEER": Deer.of(models.aligned, block=length),
+        "EAGLE-1": Eagle.of(models.head, paths),
+        "EAGLE-3": Eagle.of(models.head3, paths),
+        "draft model": DraftModel.of(models.draft, length),
+    }
 
 
 def _measure(run: SuiteRun) -> Page:
@@ -589,7 +583,8 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
             "DEER's drafter began as a model of general text and had 1,500 updates. The other "
             "drafters began with random weights and had 600; the Markov head had 600 more, over "
             "the DFlash head. All learned from texts that the target wrote, of which many begin "
-            f"within a form. The DFlash head was trained on drafts of {_LONGEST}.",
+            "within a form, and the draft model from right records too. The DFlash head was "
+            f"trained on drafts of {_LONGEST}.",
         ],
         ["method", "outputs", "tau", "longest", "tokens/s", "over plain [95 %]", "repeated"],
         [
