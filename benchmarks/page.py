@@ -132,10 +132,10 @@ def drawing(path: Path) -> Iterator[Any]:
     # Text stays text, in one font, not a list of them: the file is smaller.
     fonts: Any = {"svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": [_FONT]}
     with rc_context({**fonts, "svg.hashsalt": path.name}):
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         yield axes
-        axes.legend(fontsize="small", ncols=2)
+        figure.legend(loc="outside lower center", fontsize="small", ncols=2)
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})
         path.write_text(_small(written.getvalue()), encoding="utf-8")

@@ -1,7 +1,10 @@
 """Settings and fixtures that the tests of several folders share."""
 
+import lzma
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -42,9 +45,26 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def recorded_folder() -> Callable[..., Path]:
-    """Returns the path of a folder of recorded reference data, `tests/recorded`."""
-    return (ROOT / "tests" / "recorded").joinpath
+def recorded_folder(tmp_path_factory) -> Callable[..., Path]:
+    """Returns the path of a folder of recorded reference data, `tests/recorded`.
+
+    A folder with packed files (`.xz`) is copied, with these unpacked.
+    """
+    recorded = ROOT / "tests" / "recorded"
+
+    @cache
+    def find(*parts: str) -> Path:
+        folder = recorded.joinpath(*parts)
+        if not any(folder.glob("*.xz")):
+            return folder
+        copy = tmp_path_factory.mktemp("recorded") / folder.name
+        shutil.copytree(folder, copy)
+        for packed in copy.glob("*.xz"):
+            packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
+            packed.unlink()
+        return copy
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """The suites `forms` and `forms-diffusion`: text of which every token can be foreseen.
 
 `forms` drafts up to 32 tokens for a causal model, `forms-diffusion` lets a diffusion model draft
-for itself. They train their models, where their folder lacks them: `forms` for an hour and a half
-on two cores. Each training is a command of `jaxspec`, which continues if it was interrupted.
+for itself. They train their models, where their folder lacks them: `forms` for two hours on two
+cores. Each training is a command of `jaxspec`, which continues if it was interrupted.
 """
 
 import dataclasses
@@ -82,16 +82,19 @@ _FEWEST_DRAFTS = 30
 _START = "demo-block-diffusion"
 _TARGET, _HEAD, _HEAD3, _FILLING = "target", "eagle", "eagle3", "diffusion"
 _DRAFT, _BLOCKS, _MARKOV = "draft", "dflash", "dflash-markov"
-_LAST_STAGE = "stage II"
+_LAST_STAGE, _WITH_HEAD = "stage II", "stage II, Markov head"
 _STAGES = {
     "start": None,
     "stage I, scattered": "stage-1-scattered",
     "stage I, suffix": "stage-1-suffix",
     _LAST_STAGE: "stage-2",
     "stage II, hybrid loss": "stage-2-hybrid",
+    _WITH_HEAD: "stage-2-markov",
 }
 """Folders of drafters; `None`: the shipped model that alignment starts from."""
 
+_RANK = 64
+"""Of Markov heads."""
 _COMMON = (
     "--template forms={{prompt}}{{answer}} --sequence-length 256 --dtype bfloat16 --warmup 40 "
     "--decay-fraction 0.5"
@@ -116,10 +119,11 @@ _TRAININGS = {
     + f" --start-from {{start}} --stage 1 --hide suffix --longest {_HIDDEN} --steps 300",
     "stage-2": _ALIGN + _STAGE_2,
     "stage-2-hybrid": f"{_ALIGN}{_STAGE_2} --loss hybrid",
+    "stage-2-markov": f"{_ALIGN}{_STAGE_2} --markov {_RANK}",
     _HEAD: f"train eagle {_LEARN}",
     _HEAD3: f"train eagle --version 3 {_LEARN}",
     _BLOCKS: f"train dflash --block {_LONGEST + 1} --texts {{folder}}/texts {_LEARN}",
-    _MARKOV: f"train dflash --start-from {{folder}}/{_BLOCKS} --markov 64 "
+    _MARKOV: f"train dflash --start-from {{folder}}/{_BLOCKS} --markov {_RANK} "
     f"--texts {{folder}}/texts {_LEARN}",
     _DRAFT: "train lm --teacher {folder}/target --data forms={folder}/align.jsonl --own-text 2000 "
     "--own-text-weight 2 --soft-share 1 --layers 4 --embed-dim 192 --heads 3 --kv-heads 1 "
@@ -347,6 +351,11 @@ class _Made(NamedTuple):
         """The drafter of the last stage."""
         return self.stages[_LAST_STAGE]
 
+    @property
+    def with_head(self) -> Model:
+        """The drafter of the last stage that has a Markov head."""
+        return self.stages[_WITH_HEAD]
+
     def methods(self) -> dict[str, DrafterLike]:
         """Returns the drafters that are compared on the forms."""
         eagle = {
@@ -368,16 +377,26 @@ class _Made(NamedTuple):
             "EAGLE-3, chain of 4": Eagle.of(self.head3, chain_paths(4)),
             "EAGLE-3, chain of 16": Eagle.of(self.head3, chain_paths(16)),
             **{f"DFlash, chain of {n}": DFlash.of(self.blocks, block=n) for n in (16, _LONGEST)},
-            "DFlash with a Markov head, chain of 16": DFlash.of(self.markov, block=16),
+            **{
+                f"DFlash with a Markov head, chain of {n}": DFlash.of(self.markov, block=n)
+                for n in (16, _LONGEST)
+            },
             **deer,
             **passes,
             "DEER, tree of 16": Deer.of(self.aligned, block=16, num_nodes=16),
+            **{
+                f"DEER with a Markov head, chain of {n}": Deer.of(self.with_head, block=n)
+                for n in (4, 16, _LONGEST)
+            },
         }
 
     def longest(self) -> dict[str, DrafterLike]:
         """Returns the drafters whose acceptance is shown by depth."""
-        flash: dict[str, DrafterLike] = {"DFlash": DFlash.of(self.blocks, block=_LONGEST)}
-        return flash | _chains_of(self, _LONGEST)
+        more: dict[str, DrafterLike] = {
+            "DFlash with a Markov head": DFlash.of(self.markov, block=_LONGEST),
+            "DEER with a Markov head": Deer.of(self.with_head, block=_LONGEST),
+        }
+        return more | _chains_of(self, _LONGEST)
 
     def measure_deeper(self, prompts: Sequence[str], progress: bool) -> dict[int, Comparison]:
         """Compares methods on targets of several depths, by their factors."""
@@ -386,8 +405,13 @@ class _Made(NamedTuple):
         drafters: dict[str, DrafterLike] = {
             "EAGLE-1, chain of 4": Eagle.of(self.head, chain_paths(4), any_target=True),
             "EAGLE-1, chain of 16": Eagle.of(self.head, chain_paths(16), any_target=True),
-            "DFlash, chain of 16": DFlash.of(self.blocks, block=16, any_target=True),
+            "DFlash with a Markov head, chain of 16": DFlash.of(
+                self.markov, block=16, any_target=True
+            ),
             "DEER, chain of 16": Deer.of(self.aligned, block=16, any_target=True),
+            "DEER with a Markov head, chain of 16": Deer.of(
+                self.with_head, block=16, any_target=True
+            ),
         }
         for times in _TIMES_AS_DEEP:
             target = deepened(self.target, times)
@@ -580,11 +604,11 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
             f"copied values. {len(compared.prompt_indices)} forms that nothing was trained on, "
             f"greedy, one at a time, up to {_NEW_TOKENS} new tokens, median of {compared.repeats}. "
             f"The target's own records are right in {right} of them. {compared.machine}.",
-            "DEER's drafter began as a model of general text and had 1,500 updates. The other "
-            "drafters began with random weights and had 600; the Markov head had 600 more, over "
-            "the DFlash head. All learned from texts that the target wrote, of which many begin "
-            "within a form, and the draft model from right records too. The DFlash head was "
-            f"trained on drafts of {_LONGEST}.",
+            "DEER's drafters began as a model of general text and had 1,500 updates, the last "
+            "1,200 with or without a Markov head. The other drafters began with random weights and "
+            "had 600; the Markov head of DFlash had 600 more, over the DFlash head. All learned "
+            "from texts that the target wrote, of which many begin within a form, and the draft "
+            f"model from right records too. DFlash was trained on drafts of {_LONGEST}.",
         ],
         ["method", "outputs", "tau", "longest", "tokens/s", "over plain [95 %]", "repeated"],
         [
@@ -704,7 +728,8 @@ def _section_of_stages(stages: Sequence[Stage]) -> Section:
         [
             "The same forms, chains of 16. Stage I hides a random share of an answer's tokens "
             '("scattered"), or all of its end ("suffix"). Stage II begins with the second and '
-            f"hides ends of 1 to {_HIDDEN} tokens. Updates: 300 in stage I, 1,200 in stage II."
+            f"hides ends of 1 to {_HIDDEN} tokens, with cross-entropy, with the hybrid loss, or "
+            "with cross-entropy and a Markov head. Updates: 300 in stage I, 1,200 in stage II."
         ],
         ["drafter", "tau [95 %]", "longest", "1st accepted", "4th", "8th", "16th"],
         [cells(stage) for stage in stages],
@@ -782,6 +807,8 @@ def plot_lossy(compared: Comparison, right: Mapping[str, int], path: Path) -> No
 
 def plot_depths(depths: Mapping[str, Mapping[str, Metrics]], path: Path) -> None:
     """Draws acceptance by the place in the draft, of places that enough drafts came to."""
+    names = [*dict.fromkeys(itertools.chain(*depths.values()))]
+    colours = {name: f"C{index}" for index, name in enumerate(names)}
     with drawing(path) as axes:
         for (prompts, found), style in zip(depths.items(), ("-", ":"), strict=True):
             for name, metrics in found.items():
@@ -792,7 +819,8 @@ def plot_depths(depths: Mapping[str, Mapping[str, Metrics]], path: Path) -> None
                     if reached[place - 1] >= _FEWEST_DRAFTS
                 ]
                 shares = [reached[place] / reached[place - 1] for place in places]
-                axes.plot(places, shares, style, label=f"{name}, {prompts}")
+                label = f"{name}, {prompts}"
+                axes.plot(places, shares, style, color=colours[name], label=label)
         axes.set(xlabel="place in the draft", ylabel="accepted there, if all before it were")
 
 

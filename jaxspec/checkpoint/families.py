@@ -311,8 +311,8 @@ def _granite_entries(config: ModelConfig) -> dict[str, Any]:
 def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     """The fields of a network that fills in masks; `shift` where config.json does not say it.
 
-    `block_size` is the published name; `shift_logits`, `masked_window`, `separator_token_id` and
-    `target_digest` are ours, for what is published nowhere.
+    `block_size` is the published name, and `markov_rank` DSpark's; `shift_logits`, `masked_window`,
+    `separator_token_id` and `target_digest` are ours, for what is published nowhere.
     """
     shift = read(text, "shift_logits", bool, shift)
     if shift is None:
@@ -331,6 +331,7 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
         window=read(text, "masked_window", Count, None),
         separator=read(text, "separator_token_id", Natural, None),
         made_for=read(text, TARGET_DIGEST, str, None),
+        rank=read(text, "markov_rank", Natural, 0),
     )
     return {"diffusion": diffusion}
 
@@ -343,6 +344,7 @@ def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
         "masked_window": config.masking.window,
         "separator_token_id": config.masking.separator,
         TARGET_DIGEST: config.masking.made_for,
+        "markov_rank": config.masking.rank or None,
     }
     return {name: value for name, value in entries.items() if value is not None}
 

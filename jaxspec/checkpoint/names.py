@@ -272,6 +272,10 @@ _LLADA = (
     Rule(f"{_BLOCK}.up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _up),
     Rule(f"{_BLOCK}.ff_out.weight", "layer_{layer}/mlp/down/kernel", _linear),
 )
+_MARKOV_HEAD = (
+    Rule("markov_head.markov_w1.weight", "transitions/previous/embedding", _same),
+    Rule("markov_head.markov_w2.weight", "transitions/following/embedding", _same),
+)
 
 TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": _LLAMA,
@@ -287,9 +291,9 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "olmo2": _GEMMA,  # of whose norms it has those behind
     "smollm3": _LLAMA,
     "granite": _LLAMA,
-    "llada": _LLADA,
-    "Dream": _LLAMA,
-    "sdar": _LLAMA,
+    "llada": _LLADA + _MARKOV_HEAD,
+    "Dream": _LLAMA + _MARKOV_HEAD,
+    "sdar": _LLAMA + _MARKOV_HEAD,
 }
 
 
@@ -344,10 +348,6 @@ _DFLASH = (
     Rule("norm.weight", "norm/scale", _same),
     Rule("confidence_head.proj.weight", "confidence/kernel", _linear),
     Rule("confidence_head.proj.bias", "confidence/bias", _same),
-)
-_MARKOV_HEAD = (
-    Rule("markov_head.markov_w1.weight", "transitions/previous/embedding", _same),
-    Rule("markov_head.markov_w2.weight", "transitions/following/embedding", _same),
 )
 _PATH_SELECTOR = (
     Rule("candidate_selector.predecessor_codebook", "transitions/previous/embedding", _same),

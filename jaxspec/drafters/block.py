@@ -4,8 +4,8 @@ The pass gives one distribution for each of the next positions, independent of o
 marginals). They make a chain, a static tree whose nodes of one depth choose from one distribution,
 or a tree that is built for each row and step. Drafting costs one pass at any depth of the tree.
 
-A drafter may change the distribution of a position by the token that was chosen before it. Then a
-chain or a static tree is chosen level by level, each node from its own distribution.
+A drafter may change the distribution of a position by the token that was chosen before it. Then
+chains and trees are chosen level by level, each node from its own distribution.
 """
 
 import dataclasses
@@ -139,6 +139,14 @@ class Choices(NamedTuple):
     logprobs: Float[Array, "positions _"]
 
 
+Expansion = Callable[[int, Int[Array, " nodes"], Int[Array, " nodes"]], Choices]
+"""Chooses the children of the nodes of one level, of each node or the same of all.
+
+It takes their depth, their tokens, and the places of their parents among the nodes above that were
+expanded.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockSettings(Checked):
     """Settings of drafting a block. The default is a chain.
@@ -146,10 +154,10 @@ class BlockSettings(Checked):
     Attributes:
         block: positions that a draft pass predicts, k; the longest chain.
         paths: rank paths of a static tree, see `tree_from_paths`; siblings are the likeliest tokens
-            of their position, or draws without replacement.
+            of their position, or behind their parent, or draws without replacement.
         num_nodes: nodes, the root not counted, of a tree that is built of the most probable paths
             for every row and step; its tokens are deterministic at any temperature.
-        branch: tokens of a position that such a tree considers.
+        branch: tokens of a position, or behind a node, that such a tree considers.
         temperature: of drafting; `None`: the row's. 0 drafts the likeliest tokens, which are
             verified as deterministic ones. Drawn tokens pass the row's filters; the likeliest are
             taken as they are. Not for `num_nodes`, which takes the likeliest.
@@ -267,6 +275,18 @@ class BlockSettings(Checked):
                 "tokens can be drafted; give a narrower tree."
             )
 
+    def check_passes(self, *, follows: bool) -> None:
+        """Refuses several passes if tokens follow one another, see `draft`.
+
+        Raises:
+            ValueError: `follows`, and `steps` is not 1.
+        """
+        if follows and self.steps > 1:
+            raise ValueError(
+                f"steps must be 1, got {self.steps}: it is for places that do not depend on one "
+                "another, and this drafter chooses each token by the one before it."
+            )
+
     def within_positions(self, config: ModelConfig, context: Context) -> ModelConfig:
         """Returns settings of draft passes that look no further back than there are positions.
 
@@ -293,11 +313,15 @@ class BlockSettings(Checked):
         return sum(beam * self.branch for beam in self._beams())
 
     def _beams(self) -> list[int]:
-        """Returns the number of paths that each level extends: all that could be in the tree."""
+        """Returns the number of paths that each level extends: all that could be in the tree.
+
+        A path that is extended is in the tree with its ancestors, a child, and every better path of
+        its length.
+        """
         assert self.num_nodes is not None
         beams = [1]
         while len(beams) < self.depth:
-            beams.append(min(self.num_nodes, beams[-1] * self.branch))
+            beams.append(min(self.num_nodes - len(beams), beams[-1] * self.branch))
         return beams
 
     def nothing_accepted(self) -> Acceptance:
@@ -329,17 +353,17 @@ class BlockSettings(Checked):
             vocab_size: of the target.
             context: of the row.
             acceptance: after the last draft.
-            follow: what a token makes of the next position; `None`: nothing. Not for trees that are
-                built in each step, nor for several passes.
+            follow: what a token makes of the next position; `None`: nothing. Not for several
+                passes.
             sure: a path ends where it is False; `None`: nowhere. As `follow`, and not with
-                `adaptive`.
+                `adaptive`, nor for trees that are built in each step.
         """
         root = context.tokens[context.length - 1]
         rates, length, wait = self._length(acceptance, context)
         length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
         warp = self._warp(context.warp)
 
-        def choose() -> tuple[Choices, Float[Array, "positions embed"], PyTree]:
+        def choose() -> tuple[Choices | Pool, Float[Array, "positions embed"], PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
             kept, choices, seen = None, [], []
             standing: Any = None
@@ -350,13 +374,17 @@ class BlockSettings(Checked):
                 part = slice(ends[step], min(ends[step + 1], self.depth))
                 features, kept = read(tokens)
                 seen.append(features[part])
-                logits = fit_vocab(unembed(seen[-1]), vocab_size)
-                if mask_token_id < vocab_size:
+                logits = unembed(seen[-1])
+                if mask_token_id < logits.shape[1]:
                     logits = logits.at[:, mask_token_id].set(-jnp.inf)
                 if follow is not None:
-                    given = partial(_given, follow, logits, seen[-1])
-                    choices.append(self._choose_by_level(step_key, given, root, warp, context))
-                elif context.grammar is None:
+                    given = partial(_given, follow, logits, seen[-1], vocab_size)
+                    chosen = self._choose_by_level
+                    if self.tree is None:
+                        chosen = self._candidates
+                    return chosen(step_key, given, root, warp, context), seen[-1], kept
+                logits = fit_vocab(logits, vocab_size)
+                if context.grammar is None:
                     choices.append(self._choose(step_key, logits, warp))
                 else:
                     chosen, standing = self._choose_in_turn(
@@ -369,22 +397,26 @@ class BlockSettings(Checked):
 
         drafted = jnp.bool_(True)
         if self.adaptive is None:
-            choices, features, kept = choose()
+            found, features, kept = choose()
         else:
             drafted = length > 0
-            choices, features, kept = _where_wanted(drafted, choose)
+            found, features, kept = _where_wanted(drafted, choose)
         drawn = warp.temperature is not None
-        if follow is None:
-            proposal = self.offer(choices, root, drawn=drawn)
+        if isinstance(found, Pool):
+            # Without a pass all is zero. Every parent is then the root, and no node is valid.
+            parents = jnp.where(drafted, found.parents, -1)
+            proposal = self._best_paths(found._replace(parents=parents), root)
+        elif follow is None:
+            proposal = self.offer(found, root, drawn=drawn)
         else:
-            assert self.tree is not None, "a tree that is built from marginals"
-            tokens = jnp.concatenate([root[None], choices.tokens[:, 0]])
+            assert self.tree is not None, "a tree that is built makes a pool"
+            tokens = jnp.concatenate([root[None], found.tokens[:, 0]])
             every_node = jnp.ones(len(tokens), bool)
-            logprobs = choices.logprobs if drawn else None
+            logprobs = found.logprobs if drawn else None
             proposal = tree_proposal(self.tree, tokens, every_node, logprobs)
         goes_on = None
         if sure is not None:
-            assert self.tree is not None, "a tree that is built from marginals"
+            assert self.tree is not None, "`sure` is not for trees that are built"
             above = proposal.tokens[jnp.maximum(proposal.tree.parents, 0)]
             goes_on = sure(take_rows(features, np.maximum(self.tree.depths - 1, 0)), above)
         valid = self._valid(proposal, length, context, goes_on)
@@ -408,7 +440,7 @@ class BlockSettings(Checked):
             return Choices(tokens.astype(jnp.int32), distributions)
         if warp.bias is not None:
             logits = logits + warp.bias[None]
-        # Position by position: with three axes XLA sorts whole rows on CPUs.
+        # Row by row: with three axes XLA sorts whole rows on CPUs.
         best = [jax.lax.top_k(row, self.branch) for row in logits]
         scores, tokens = (jnp.stack(part) for part in zip(*best, strict=True))
         totals = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -463,7 +495,7 @@ class BlockSettings(Checked):
         Returns:
             One token for each node, and one distribution for each that has children.
         """
-        assert self.tree is not None, "a tree that is built from marginals"
+        assert self.tree is not None, "a tree that is built has `_candidates`"
 
         def forward(level: Any, tokens: Int[Array, " nodes"], *_: Any) -> Hidden:
             logits = given(level, tokens)
@@ -478,7 +510,12 @@ class BlockSettings(Checked):
     def offer(self, choices: Choices, root: Int[Array, ""], *, drawn: bool) -> Proposal:
         """The proposal that choices make, every node valid; `drawn`: they are sampled."""
         if self.tree is None:
-            return self._best_paths(choices, root)
+
+            def of_position(level: int, tokens: Int[Array, " nodes"], parents: Any) -> Choices:
+                del tokens, parents
+                return Choices(*(part[level][None] for part in choices))
+
+            return self._best_paths(self._expand(of_position, root), root)
         tree, branch = self.tree, choices.tokens.shape[1]
         picked = np.asarray((tree.depths[1:] - 1) * branch + tree.ranks[1:])
         tokens = jnp.concatenate([root[None], take_rows(choices.tokens.reshape(-1), picked)])
@@ -490,10 +527,41 @@ class BlockSettings(Checked):
         tree = jax.tree.map(jnp.asarray, tree)
         return Proposal(tokens, tree, every_node, choices.logprobs, law_row)
 
-    def _best_paths(self, choices: Choices, root: Int[Array, ""]) -> Proposal:
-        """Returns the tree of the paths with the highest products of marginals."""
-        assert self.num_nodes is not None
-        scores, places = jnp.zeros(1), jnp.full(1, -1, jnp.int32)
+    def _candidates(
+        self,
+        key: PRNGKeyArray,
+        given: Callable[[int, Int[Array, " nodes"]], Float[Array, "nodes vocab"]],
+        root: Int[Array, ""],
+        warp: Warp,
+        context: Context,
+    ) -> Pool:
+        """Returns the candidates for a tree whose nodes depend on the token above each.
+
+        Args:
+            key: not read: the likeliest are taken.
+            given: from a position and the tokens before it to logits.
+            root: the pending token.
+            warp: of the drafts.
+            context: of the row.
+        """
+        grammar = context.grammar
+        standing: Any = None if grammar is None else grammar.state[None]
+
+        def after(level: int, tokens: Int[Array, " nodes"], parents: Any) -> Choices:
+            nonlocal standing
+            logits = given(level, tokens)
+            if grammar is not None:
+                if level:
+                    standing = grammar.after(standing[parents], tokens)
+                logits = grammar.keep(logits, standing, level, warp.bias)
+            return self._choose(key, logits, warp)
+
+        return self._expand(after, root)
+
+    def _expand(self, children: Expansion, root: Int[Array, ""]) -> Pool:
+        """Returns the children of the paths with the highest products, level by level."""
+        tokens, scores, places = root[None], jnp.zeros(1), jnp.full(1, -1, jnp.int32)
+        parents = jnp.zeros(1, jnp.int32)
         pools, created = [], 0
         for level, beam in enumerate(self._beams()):
             if level:
@@ -502,14 +570,20 @@ class BlockSettings(Checked):
                 best = jnp.arange(beam)
                 if beam < scores.shape[0]:
                     scores, best = jax.lax.top_k(scores, beam)
+                tokens, parents = pools[-1].tokens[best], best // self.branch
                 places = (before + best).astype(jnp.int32)
-            tokens = jnp.broadcast_to(choices.tokens[level][None], (beam, self.branch))
-            extended = scores[:, None] + choices.logprobs[level][None]
+            chosen = children(level, tokens, parents)
+            extended = scores[:, None] + chosen.logprobs
+            drafted = jnp.broadcast_to(chosen.tokens, extended.shape)
             pools.append(
-                Pool(tokens.reshape(-1), jnp.repeat(places, self.branch), extended.reshape(-1))
+                Pool(drafted.reshape(-1), jnp.repeat(places, self.branch), extended.reshape(-1))
             )
             created += beam * self.branch
-        pool = Pool(*map(jnp.concatenate, zip(*pools, strict=True)))
+        return Pool(*map(jnp.concatenate, zip(*pools, strict=True)))
+
+    def _best_paths(self, pool: Pool, root: Int[Array, ""]) -> Proposal:
+        """Returns the tree of the paths with the highest products."""
+        assert self.num_nodes is not None
         return best_of_pool(pool, root, self.num_nodes, self.depth, self.branch)
 
     def _valid(
@@ -571,12 +645,13 @@ def _given(
     follow: Follow,
     logits: Float[Array, "positions vocab"],
     features: Float[Array, "positions embed"],
+    vocab_size: int,
     position: int,
     previous: Int[Array, " nodes"],
-) -> Float[Array, "nodes vocab"]:
-    """Returns the logits of one position after each of several tokens."""
+) -> Float[Array, "nodes _"]:
+    """Returns the logits of one position after each of several tokens, of the target's tokens."""
     row = slice(position, position + 1)
-    return follow(logits[row], features[row], previous)
+    return fit_vocab(follow(logits[row], features[row], previous), vocab_size)
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:

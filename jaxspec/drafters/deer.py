@@ -2,8 +2,9 @@
 
 Cheng et al. 2025, "DEER: Draft with Diffusion, Verify with Autoregressive Models" (2512.15176). The
 drafter fills in masks after the text, all from the same pass, so its tokens do not depend on one
-another; the distribution it states is the one they were drawn from. The published pseudo-code asks
-the drafter again for the distribution after each accepted token, which is biased.
+another; with a Markov head each depends on the one before it, too. The distribution it states is
+the one they were drawn from. The published pseudo-code asks the drafter again for the distribution
+after each accepted token, which is biased.
 
 Kept of the text from step to step:
 
@@ -216,6 +217,7 @@ class Deer(BlockSettings):
             params.target.vocab_size,
             context,
             state.acceptance,
+            draft.follow if diffusion.rank else None,
         )
         if cache is not None:
             count = jnp.where(drafted.drafted, reading.finished - cache.length, 0)
@@ -246,6 +248,7 @@ class Deer(BlockSettings):
                 "cache: 'prefix' is for drafters that see both sides; this one is causal over "
                 "blocks, and takes 'blocks' or 'none'."
             )
+        self.check_passes(follows=diffusion.rank > 0)
         longest, vocab_size = config.max_positions, min(config.vocab_size, params.target.vocab_size)
         self.check_room(f"the drafter's {longest} positions", longest, vocab_size)
         # Without a separator the drafter's last block is shown whole, and ends in masks.

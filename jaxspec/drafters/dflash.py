@@ -165,12 +165,7 @@ class DFlash(BlockSettings):
         )
         if head.taps != self.taps:
             raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
-        if head.parts.rank and (self.num_nodes is not None or self.steps > 1):
-            raise ValueError(
-                "drafter: num_nodes and steps are for places that do not depend on one another, "
-                "and this head drafts each token by the one before it; give paths or a chain, and "
-                "one step."
-            )
+        self.check_passes(follows=head.parts.rank > 0)
         if self.confidence is not None and not head.parts.confidence:
             raise ValueError(
                 "drafter: confidence needs a head with a confidence head, and this one has none; "

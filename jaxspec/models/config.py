@@ -201,6 +201,9 @@ class Diffusion(Checked):
             trained to read it there; `None`: nothing does.
         made_for: digest of the weights of the model that it was trained to draft for, see
             `models.digest`; `None`: not said.
+        rank: width of the rows of a Markov head, by which a token adds to the logits of the next
+            one while `Deer` chooses a draft; 0: there is none. A model that decodes by itself does
+            not read it.
     """
 
     prefix: ClassVar[str] = "diffusion."
@@ -211,6 +214,7 @@ class Diffusion(Checked):
     window: Count | None = None
     separator: Natural | None = None
     made_for: str | None = None
+    rank: Natural = 0
 
 
 @dataclass(frozen=True)

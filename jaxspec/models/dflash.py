@@ -31,11 +31,11 @@ from jaxspec.models.linear import exact_products
 from jaxspec.models.rope import rotations
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import (
-    Embedding,
     Layer,
     Linear,
     RMSNorm,
     Rotation,
+    Transitions,
     Visible,
     Weights,
     empty_kv_cache,
@@ -111,45 +111,6 @@ def _convolve(kernel: Float[Array, "places taps embed"], inputs: Places) -> Plac
 def _identities(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
     del key  # As if there were no convolution.
     return jnp.zeros(shape).at[:, 0].set(1.0)
-
-
-class Transitions(nn.Module):
-    """What a token makes of its follower: a Markov head, or the product of a path selector.
-
-    Attributes:
-        vocab_size: of the target.
-        rank: width of a token's rows.
-        scaled_by: numbers of the features of a follower's place, which scale the token's row; 0:
-            they do not.
-    """
-
-    vocab_size: int
-    rank: int
-    scaled_by: int
-
-    def setup(self):
-        table = partial(Embedding, self.vocab_size, self.rank)
-        self.previous, self.following = table(), table()
-        self.gate = Linear((self.scaled_by,), (self.rank,)) if self.scaled_by else None
-
-    def rows_of(
-        self, tokens: Int[Array, " nodes"], features: Float[Array, "places embed"]
-    ) -> Float[Array, "nodes rank"]:
-        """Returns the rows of tokens, as the features of the next places, or of one, scale them."""
-        rows = self.previous().rows(tokens, features.dtype)
-        return rows if self.gate is None else rows * self.gate(features)
-
-    def to_all(self, rows: Float[Array, "nodes rank"]) -> Float[Array, "nodes vocab"]:
-        """Returns what is added to the logits of every token."""
-        return self.following().products(rows, turned=True)
-
-    def to_some(
-        self, rows: Float[Array, "nodes rank"], tokens: Int[Array, "places some"]
-    ) -> Float[Array, "nodes some"]:
-        """Returns what is added to the logits of some tokens, of each node or the same of all."""
-        table = self.following()
-        theirs = table.rows(tokens.reshape(-1), rows.dtype).reshape(*tokens.shape, -1)
-        return jnp.sum(rows[:, None] * theirs, axis=2).astype(at_least_float32(rows.dtype))
 
 
 class DFlashLayer(Layer):

@@ -564,6 +564,45 @@ class Head(nn.Module):
         return ScaledTable(table, _scale_of(self))
 
 
+class Transitions(nn.Module):
+    """What a token makes of its follower: a Markov head, or the product of a path selector.
+
+    Attributes:
+        vocab_size: tokens of the tables.
+        rank: width of a token's rows.
+        scaled_by: numbers of the features of a follower's place, which scale the token's row; 0:
+            they do not.
+    """
+
+    vocab_size: int
+    rank: int
+    scaled_by: int = 0
+
+    def setup(self):
+        table = partial(Embedding, self.vocab_size, self.rank)
+        self.previous, self.following = table(), table()
+        self.gate = Linear((self.scaled_by,), (self.rank,)) if self.scaled_by else None
+
+    def rows_of(
+        self, tokens: Int[Array, " nodes"], features: Float[Array, "places embed"]
+    ) -> Float[Array, "nodes rank"]:
+        """Returns the rows of tokens, as the features of the next places, or of one, scale them."""
+        rows = self.previous().rows(tokens, features.dtype)
+        return rows if self.gate is None else rows * self.gate(features)
+
+    def to_all(self, rows: Float[Array, "nodes rank"]) -> Float[Array, "nodes vocab"]:
+        """Returns what is added to the logits of every token."""
+        return self.following().products(rows, turned=True)
+
+    def to_some(
+        self, rows: Float[Array, "nodes rank"], tokens: Int[Array, "places some"]
+    ) -> Float[Array, "nodes some"]:
+        """Returns what is added to the logits of some tokens, of each node or the same of all."""
+        table = self.following()
+        theirs = table.rows(tokens.reshape(-1), rows.dtype).reshape(*tokens.shape, -1)
+        return jnp.sum(rows[:, None] * theirs, axis=2).astype(at_least_float32(rows.dtype))
+
+
 class Transformer(nn.Module):
     """Embedding, layers, final norm; the head is a separate method.
 
@@ -584,6 +623,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.norm_eps, config.norm_plus_one)
         if not config.tied_head:
             self.head = Head(config)
+        if config.diffusion is not None and config.diffusion.rank:
+            self.transitions = Transitions(config.vocab_size, config.diffusion.rank)
 
     def __call__(
         self,
@@ -628,9 +669,21 @@ class Transformer(nn.Module):
         table = self.embedding() if tied else self.head()
         return scaled_logits(self.config, table.products(features, turned=tied))
 
+    def follow(
+        self,
+        logits: Float[Array, "places vocab"],
+        features: Float[Array, "places embed"],
+        previous: Int[Array, " nodes"],
+    ) -> Float[Array, "nodes vocab"]:
+        return logits + self.transitions.to_all(self.transitions.rows_of(previous, features))
+
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
         """Reads every weight: what `init` traces."""
-        return self.unembed(self(tokens, positions, mask, None, None, (), None).features)
+        features = self(tokens, positions, mask, None, None, (), None).features
+        logits = self.unembed(features)
+        if self.config.diffusion is not None and self.config.diffusion.rank:
+            return self.follow(logits, features, tokens)
+        return logits
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
@@ -722,6 +775,26 @@ class Network:
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
         """Returns the logits of the next token, float32, from features after the final norm."""
         return self._apply(features, method=Transformer.unembed)
+
+    def follow(
+        self,
+        logits: Float[Array, "places vocab"],
+        features: Float[Array, "places embed"],
+        previous: Int[Array, " nodes"],
+    ) -> Float[Array, "nodes vocab"]:
+        """Returns logits of places, given the token before each; see `Diffusion.rank`.
+
+        Args:
+            logits: of `unembed`: a place for each token, or one for all tokens.
+            features: what they were read from.
+            previous: the tokens.
+
+        Raises:
+            ValueError: the network has no Markov head.
+        """
+        if self.config.diffusion is None or not self.config.diffusion.rank:
+            raise ValueError("config.diffusion.rank must be at least 1: there is no Markov head.")
+        return self._apply(logits, features, previous, method=Transformer.follow)
 
     def empty_cache(self, capacity: int) -> KVCache:
         """Returns an empty cache for up to `capacity` tokens of one row."""

@@ -29,7 +29,7 @@ from jaxspec.diffusion.process import (
 )
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.drafters.growth import fit_vocab
-from jaxspec.models import ModelConfig, Network
+from jaxspec.models import ModelConfig, Network, init_params
 from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
@@ -337,7 +337,11 @@ def _predict(
         features, clean = jnp.split(both, 2)
         begins = positions == cut.firsts * diffusion.block
         before = jnp.where(begins[:, None], jnp.roll(clean, 1, 0), jnp.roll(features, 1, 0))
-    return cut, network.unembed(before if diffusion.shift else features)
+    features = before if diffusion.shift else features
+    logits = network.unembed(features)
+    if diffusion.rank:
+        logits = network.follow(logits, features, jnp.roll(cut.tokens, 1))
+    return cut, logits
 
 
 def _cut(
@@ -505,6 +509,9 @@ class DeerTrainer:
             f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised, "
             f"{'one cut' if settings.cuts == 'one' else 'cuts throughout'} of each answer)"
         )
+        rank = opened.start.config.masking.rank
+        if rank:
+            stage += f", with a Markov head of rank {rank}"
         twice = ", twice, for a hidden and a clean copy of each row"
         reads_laws = settings.loss != CROSS_ENTROPY
         return RecipeNotes(
@@ -516,8 +523,10 @@ class DeerTrainer:
             f"`{settings.start_from}` (`{run.sha256['start_from']}`). Stage {stage}.",
             read=[answers_read(settings, run.sha256)],
             held_out="answers",
-            meaning="nats: cross-entropy of a hidden token. top1: share of them that were the most "
-            "likely one." + (f" {OVERLAP}" if reads_laws else ""),
+            meaning="nats: cross-entropy of a hidden token"
+            + (", given the true one before it" if rank else "")
+            + ". top1: share of them that were the most likely one."
+            + (f" {OVERLAP}" if reads_laws else ""),
             drafts=f"blocks of {settings.block} tokens",
             label="nats per hidden token",
         )
@@ -580,8 +589,20 @@ def _first_network(
     trained = {"separator": separator, "made_for": target.digest}
     if settings.has_window:
         trained["window"] = settings.longest
+    if settings.markov:
+        if config.diffusion.rank:
+            raise ValueError(
+                f"markov: the drafter in {settings.start_from} has a Markov head of rank "
+                f"{config.diffusion.rank}, which is trained along: leave markov out."
+            )
+        trained["rank"] = settings.markov
     config = config.replace(diffusion=dataclasses.replace(config.diffusion, **trained))
-    network = Network(start.params, config)
+    params = start.params
+    if settings.markov:
+        key = jax.random.key(settings.seed)
+        fresh = jax.jit(lambda key: init_params(config, key)["transitions"])(key)
+        params = {**params, "transitions": fresh}
+    network = Network(params, config)
     # The drafter of validation, checked now and not after the first updates.
     _method(settings, config).check_fit(Params(target.network, network))
     return network

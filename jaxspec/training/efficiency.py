@@ -31,10 +31,10 @@ class Efficiency(NamedTuple):
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Returns the FLOPs that one token costs in training: 6 N + 12 L H Q T.
 
-    PaLM (Chowdhery et al. 2022), appendix B. N are the weights that a token is multiplied with: no
-    embedding table, unless it is the head too, and only the experts that a token visits. L layers,
-    H heads, Q their width, T = `length` tokens in a sequence, all of them counted as seen. A third
-    is the forward pass.
+    PaLM (Chowdhery et al. 2022), appendix B. N are the weights that a token is multiplied with. Of
+    the tables they are the output head and the second one of a Markov head; of the experts, those
+    that a token visits. L layers, H heads, Q their width, T = `length` tokens in a sequence, all of
+    them counted as seen. A third is the forward pass.
     """
     weights = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
@@ -48,6 +48,8 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
         weights += share * math.prod(leaf.shape)
     if config.tied_head:
         weights += config.vocab_size * config.embed_dim
+    if config.diffusion is not None:
+        weights += config.vocab_size * config.diffusion.rank
     attention = config.num_layers * config.num_heads * config.head_dim * length
     return 6 * weights + 12 * attention
 

@@ -318,6 +318,8 @@ def with_layers(
         )
     taken = {f"layer_{new}": params[f"layer_{old}"] for new, old in enumerate(kept)}
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("layer_")}
+    if diffusion is None or not diffusion.rank:
+        rest.pop("transitions", None)
     experts = config.experts
     if experts is not None:
         sparse = tuple(experts.layers[layer] for layer in kept)

@@ -433,6 +433,8 @@ class DeerTrainingSettings(AnswersSettings):
         cuts: stage 2: cut an answer at "one" place or at "all" places, for drafters that are
             causal over blocks: twice the work for as many ends as there is room for.
         block: tokens of the drafts that validation decodes with.
+        markov: stage 2: rank of a Markov head that the drafter gets, by which a token adds to the
+            logits of the next one. 0: none.
     """
 
     start_from: FileName = field(metadata=_FOLDER)
@@ -444,10 +446,12 @@ class DeerTrainingSettings(AnswersSettings):
     normalise: bool = True
     cuts: str = field(default="one", metadata={"choices": CUTS})
     block: Count = 8
+    markov: Natural = field(default=0, metadata={"metavar": "RANK"})
 
     def __post_init__(self):
         super().__post_init__()
-        of_stage = {name: 2 for name in ("alpha", "normalise", "cuts", "loss")} | {"hide": 1}
+        late = ("alpha", "normalise", "cuts", "loss", "markov")
+        of_stage = {name: 2 for name in late} | {"hide": 1}
         if not self.has_window:
             of_stage["longest"] = 2
         for entry in fields(self):

@@ -110,10 +110,10 @@ NETWORKS = {
     "gemma3_text": GEMMA3,
     "llada": OURS.replace(diffusion=Diffusion(99)),
     "llada, converted": OURS.replace(diffusion=Diffusion(0, shift=True), tied_head=True),
-    "llada, blocks": OURS.replace(diffusion=Diffusion(99, block=8)),
+    "llada, blocks": OURS.replace(diffusion=Diffusion(99, block=8, rank=2)),
     "Dream": OURS.replace(diffusion=Diffusion(99, shift=True), qkv_bias=True),
-    "Dream, blocks": OURS.replace(diffusion=Diffusion(99, block=32), qkv_bias=True),
-    "sdar": OURS.replace(diffusion=Diffusion(99, block=4), qk_norm=True),
+    "Dream, blocks": OURS.replace(diffusion=Diffusion(99, block=32, rank=2), qkv_bias=True),
+    "sdar": OURS.replace(diffusion=Diffusion(99, block=4, rank=2), qk_norm=True),
     "sdar, no blocks": OURS.replace(diffusion=Diffusion(99, shift=True), qk_norm=True),
     "phi3, partial": OURS.replace(rope=Rope(1e4, fraction=0.5)),
     "phi3, short": OURS.replace(

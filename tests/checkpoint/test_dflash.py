@@ -475,10 +475,7 @@ def test_parts_that_no_published_layout_joins_are_not_saved(target, tmp_path):
         save_dflash(other, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("settings", [{"num_nodes": 5}, {"steps": 2}])
-def test_places_that_depend_on_one_another_are_drafted_from_left_to_right(
-    target, settings, tmp_path
-):
+def test_places_that_depend_on_one_another_are_drafted_from_left_to_right(target, tmp_path):
     head = load_dflash(publish(tmp_path / "head", DSPARK).folder, target)
-    with pytest.raises(ValueError, match="num_nodes and steps are for places"):
-        draft(target, head, **settings)
+    with pytest.raises(ValueError, match=r"steps must be 1, got 2: .* the one before it"):
+        draft(target, head, steps=2)

@@ -36,6 +36,7 @@ from jaxspec.checkpoint import (
 from jaxspec.checkpoint.hub import find_head, find_model
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models import (
+    Diffusion,
     DynamicScaling,
     EagleHead,
     ModelConfig,
@@ -70,6 +71,17 @@ def test_a_saved_model_is_loaded_as_it_was(layout, tiny_network, byte_level_toke
     assert again.tokenizer.encode("the cat") == tokenizer.encode("the cat")
     assert again.vocab_size == again.config.vocab_size == 48
     assert again.params is again.network.params
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+@pytest.mark.parametrize("family", [{}, {"qkv_bias": True}, {"qk_norm": True}])
+def test_a_markov_head_is_saved_with_its_drafter(layout, family, tiny_network, tmp_path):
+    diffusion = Diffusion(3, True, 4, rank=2)
+    plain = tiny_network.config.replace(qkv_bias=False, out_bias=False, mlp_bias=False)
+    width = plain.embed_dim // plain.num_heads
+    network = random_network(plain.replace(diffusion=diffusion, head_dim=width, **family))
+    SAVERS[layout](Model(network), tmp_path / "drafter")
+    assert_same_network(load(tmp_path / "drafter").network, network)
 
 
 def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, capsys):

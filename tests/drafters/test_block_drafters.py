@@ -38,8 +38,9 @@ from jaxspec.models import (
     init_params,
 )
 from tests.checkpoint.networks import random_network
-from tests.laws.drafters import dflash_head, diffuser, network
+from tests.laws.drafters import PATHS, dflash_head, diffuser, network
 from tests.laws.test_block_enumeration import TEXT, context_of
+from tests.laws.test_enumeration import WARPS
 from tests.measure.models import tiny_model
 
 VOCAB = 24
@@ -104,6 +105,79 @@ def test_drafts_from_kept_blocks_are_those_of_the_whole_text(model, target, bloc
     for ours, theirs in zip(kept, read_again, strict=True):
         for one, other in zip(ours.trace, theirs.trace, strict=True):
             np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
+def proposal_of(drafter: Deer, target, draft, warp=WARPS["hot"]):
+    context, params = context_of(warp, TEXT), Params(target, draft)
+    state = drafter.init(params, Hidden(jnp.zeros((8, 1)), jnp.zeros((8, 0)), ()), context)
+    return drafter.propose(params, jax.random.key(0), state, context)[0]
+
+
+def law_after(draft, target, level: int, token: int):
+    """What a place says after a token, from a pass over the text and three masks."""
+    mask = draft.config.masking.mask_token_id
+    canvas = jnp.array([*TEXT, *([mask] * 3)])
+    hidden = draft.forward(canvas, jnp.arange(8), block_causal(8, 4), None)
+    features = hidden.features[len(TEXT) - 1 + level][None]
+    alone = draft.unembed(features).at[:, mask].set(-jnp.inf)
+    logits = draft.follow(alone, features, jnp.array([token]))[0]
+    return jax.nn.log_softmax(logits[: target.vocab_size])
+
+
+def sharpened(draft):
+    """With a Markov head that says more."""
+    sharp = jax.tree.map(lambda table: 4 * table, draft.params["transitions"])
+    return Network({**draft.params, "transitions": sharp}, draft.config)
+
+
+def test_a_dynamic_tree_with_a_markov_head_holds_the_most_probable_paths(target):
+    """A plain loop over all paths whose every token is one of the likeliest after the one before.
+
+    A token of the same place has other chances below other parents.
+    """
+    draft, depth, branch, num_nodes = sharpened(diffuser(target, 4, rank=4)), 3, 3, 7
+    paths, front = {}, {(): 0.0}
+    for level in range(depth):
+        longer = {}
+        for path, score in front.items():
+            law = law_after(draft, target, level, path[-1] if path else TEXT[-1])
+            for token in np.argsort(-np.asarray(law))[:branch].tolist():
+                longer[(*path, token)] = score + float(law[token])
+        paths |= longer
+        front = longer
+    expected = set(sorted(paths, key=paths.get, reverse=True)[:num_nodes])
+    assert {len(path) for path in expected} == {1, 2, 3}
+
+    method = Deer(depth, num_nodes=num_nodes, branch=branch, cache="none")
+    proposal = proposal_of(method, target, draft)
+    tokens, parents = np.asarray(proposal.tokens), np.asarray(proposal.tree.parents)
+    found = {0: ()}
+    for node in range(1, num_nodes + 1):
+        found[node] = (*found[int(parents[node])], int(tokens[node]))
+    assert set(found.values()) - {()} == expected
+
+
+@pytest.mark.parametrize("more", [-2, 0, 2])
+@pytest.mark.parametrize("tree", [{}, {"paths": PATHS}, {"num_nodes": 5}])
+def test_a_markov_head_drafts_whatever_ids_the_drafter_has_more_or_fewer(target, more, tree):
+    """As where a mask and a separator follow the target's tokens."""
+    draft = diffuser(network(VOCAB + more), 4, rank=4)
+    proposal = proposal_of(Deer(3, cache="none", **tree), target, draft)
+    tokens, parents = np.asarray(proposal.tokens), np.asarray(proposal.tree.parents)
+    assert (tokens[1:] != draft.config.masking.mask_token_id).all()
+    assert (tokens < min(VOCAB, VOCAB + more)).all()
+    if "num_nodes" in tree:
+        assert proposal.draft_logprobs is None
+        return
+    assert proposal.draft_logprobs.shape[1] == VOCAB
+    laws = np.asarray(proposal.draft_logprobs)[np.asarray(proposal.law_row)]
+    for node, parent in enumerate(parents[1:], 1):
+        above = int(proposal.tree.depths[parent])
+        expected = law_after(draft, target, above, int(tokens[parent]))
+        known = len(expected)
+        hot = jax.nn.softmax(expected / WARPS["hot"].temperature)
+        np.testing.assert_allclose(np.exp(laws[node][:known]), hot, atol=1e-5)
+        assert (laws[node][known:] < -1e9).all()
 
 
 @pytest.fixture
@@ -310,6 +384,7 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
     refused(Deer(3, cache="blocks"), diffuser(target, None), "sees both")
     refused(Deer(3, cache="prefix"), diffuser(target, 4), "causal over blocks")
     refused(Deer(3, sep_token_id=VOCAB), diffuser(target, 4), "sep_token_id")
+    refused(Deer(4, steps=2), diffuser(target, 4, rank=2), "steps must be 1, got 2")
     refused(Deer(3, num_nodes=24, branch=24), diffuser(target, 4), "narrower tree")
     for causal in (model, tiny_model()):
         with pytest.raises(ValueError, match=r"this one has no mask.* there is DraftModel"):

@@ -111,15 +111,19 @@ def eagle31_head(target: Network) -> Eagle3Head:
     return eagle3_head(target, tap_norms=2, norm_output=True)
 
 
-def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
+def diffuser(target: Network, block: int | None, shift: bool = True, rank: int = 0) -> Network:
     """The target's weights as a diffusion model, whose mask is the last token.
 
     It predicts the token after the pending one as the target does, except that it sees masks too.
+    With a rank it has a random Markov head.
     """
-    diffusion = Diffusion(target.vocab_size - 1, shift, block)
+    diffusion = Diffusion(target.vocab_size - 1, shift, block, rank=rank)
     full = ("full",) * target.num_layers
     config = target.config.replace(layer_types=full, sliding_window=None, diffusion=diffusion)
-    return Network(target.params, config)
+    if not rank:
+        return Network(target.params, config)
+    random = init_params(config, jax.random.key(8))["transitions"]
+    return Network({**target.params, "transitions": random}, config)
 
 
 def dflash_head(
@@ -210,6 +214,12 @@ DRAFTERS: dict[str, Case] = {
         lambda target: diffuser(target, None, shift=False),
         slow=True,
     ),
+    "deer, Markov head": Case(lambda: Deer(3), lambda target: diffuser(target, 4, rank=4)),
+    "deer, Markov head, dynamic tree": Case(
+        lambda: Deer(3, num_nodes=6, branch=3, adaptive=AdaptiveBlock(explore=1, patience=2)),
+        lambda target: diffuser(target, 4, rank=4),
+        slow=True,
+    ),
     "dflash": Case(lambda: DFlash(3, taps=(1,)), dflash_head),
     "dflash, dynamic tree": Case(
         lambda: DFlash(3, num_nodes=6, taps=(1,), adaptive=AdaptiveBlock(explore=1, patience=2)),
@@ -225,6 +235,9 @@ DRAFTERS: dict[str, Case] = {
         lambda: DFlash(3, taps=(1,), adaptive=AdaptiveBlock(explore=1, patience=2)),
         dflash2_head,
         slow=True,
+    ),
+    "dflash 2, dynamic tree": Case(
+        lambda: DFlash(3, num_nodes=6, branch=3, taps=(1,)), dflash2_head, slow=True
     ),
     "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),
     "eagle, early exit": Case(

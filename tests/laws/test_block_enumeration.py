@@ -51,9 +51,9 @@ def target():
 
 
 @lru_cache
-def drafter_network(block_size: int | None, shift: bool):
+def drafter_network(block_size: int | None, shift: bool, rank: int):
     with jax.ensure_compile_time_eval():
-        net = diffuser(network(VOCAB, seed=5), block_size, shift)
+        net = diffuser(network(VOCAB, seed=5), block_size, shift, rank)
         sharp = jax.tree.map(lambda leaf: 1.5 * leaf.astype(jnp.float64), net.params)
         return type(net)(sharp, net.config)
 
@@ -75,20 +75,21 @@ def unsure_head(target) -> DFlashHead:
 
 
 class Block(NamedTuple):
-    """One way to draft: the settings, and whether the drafter is causal over blocks and shifts."""
+    """One way to draft: the settings, whether the drafter is causal over blocks, and so on."""
 
     drafter: Deer
     block: int | None = 4
     shift: bool = True
+    rank: int = 0
 
     @property
     def weights(self):
-        return drafter_network(self.block, self.shift)
+        return drafter_network(self.block, self.shift, self.rank)
 
     @property
     def draws(self) -> int:
         """Laws that a draft draws from."""
-        return self.drafter.depth
+        return with_children(self.drafter) if self.rank else self.drafter.depth
 
 
 class Sequential(NamedTuple):
@@ -103,8 +104,13 @@ class Sequential(NamedTuple):
 
     @property
     def draws(self) -> int:
-        """Laws that a draft draws from: of each node with children."""
-        return len(np.unique(self.drafter.tree.parents[1:]))
+        """Laws that a draft draws from."""
+        return with_children(self.drafter)
+
+
+def with_children(drafter: Deer | DFlash) -> int:
+    """The number of nodes of a static tree that have children."""
+    return len(np.unique(drafter.tree.parents[1:]))
 
 
 BLOCKS = {
@@ -119,6 +125,8 @@ SEQUENTIAL = {
     "dspark": Sequential(DFlash(3, taps=(1,)), dspark_head),
     "dspark, confidence": Sequential(DFlash(3, taps=(1,), confidence=0.5), unsure_head),
     "dspark, tree": Sequential(DFlash(2, TREE, taps=(1,), confidence=0.5), unsure_head),
+    "deer": Block(Deer(3), rank=2),
+    "deer, tree": Block(Deer(2, TREE), rank=2),
     "dflash 2": Sequential(DFlash(3, taps=(1,)), dflash2_head),
     "dflash 2, tree": Sequential(DFlash(2, TREE, taps=(1,)), dflash2_head),
 }
@@ -126,6 +134,7 @@ FIXED = {
     "arg-max chain": Block(Deer(3, temperature=0.0)),
     "arg-max tree": Block(Deer(2, TREE, temperature=0.0), None),
     "dynamic tree": Block(Deer(3, num_nodes=5, branch=2)),
+    "dynamic tree, Markov head": Block(Deer(3, num_nodes=5, branch=2), rank=2),
 }
 
 
@@ -277,11 +286,13 @@ def test_judging_whole_paths_where_parents_share_a_draw_is_caught(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "warp"),
     [
+        ("deer", "hot"),
         ("dspark, confidence", "hot"),
         ("dflash 2, tree", "plain"),
         *(
             pytest.param(*pair, marks=pytest.mark.slow)
             for pair in (
+                ("deer, tree", "hot"),
                 ("dspark", "top-p"),
                 ("dspark, tree", "hot"),
                 ("dflash 2", "top-k"),
@@ -296,13 +307,13 @@ def test_laws_that_depend_on_the_token_before_keep_the_law(name, warp, monkeypat
     drafted = every_draft(case, context_of(warp, TEXT, tapped=WIDTH), monkeypatch)
     np.testing.assert_allclose(drafted.probability.sum(), 1, atol=EXACT)
     valid = drafted.proposals.valid
-    assert valid.all() == (case.drafter.confidence is None)
+    assert valid.all() == (getattr(case.drafter, "confidence", None) is None)
     assert valid[:, 1].all()
     laws = random_laws(25, warp, case.drafter.depth, VOCAB)
     assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
 
 
-@pytest.mark.parametrize("name", ["dspark", "dflash 2"])
+@pytest.mark.parametrize("name", ["deer", "dspark", "dflash 2"])
 def test_laws_without_the_token_before_are_caught(name, monkeypatch):
     """As if the block were drawn from its marginals, or from laws after other tokens."""
     case, warp = SEQUENTIAL[name], WARPS["hot"]

@@ -40,8 +40,10 @@ def model() -> Model:
     return successor_model()[0]
 
 
-def drafter_of(model: Model, method: Deer, shift: bool = True, block: int | None = 4):
-    return LoadedDrafter(method, diffuser(model.network, block, shift))
+def drafter_of(
+    model: Model, method: Deer, shift: bool = True, block: int | None = 4, rank: int = 0
+):
+    return LoadedDrafter(method, diffuser(model.network, block, shift, rank))
 
 
 @pytest.fixture(scope="module", params=[*DRAFTERS, "chain, not shifted"])
@@ -304,6 +306,7 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
             export(model, tmp_path, drafter_of(model, method, **changes), SHAPES)
 
     refused(Deer(3), "sees both sides", block=None)
+    refused(Deer(3), "a Markov head, which files cannot hold", rank=2)
     refused(Deer(3, steps=2), "without steps")
     refused(Deer(3, sep_token_id=1), 'without sep_token_id.*sep=""')
     refused(Deer(3, ((0,), (1,)), temperature=0.5), "without temperature")

@@ -52,9 +52,10 @@ MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
 TINY = CONFIG.replace(vocab_size=300)
 
 
-def drafter(shift, block):
+def drafter(shift, block, rank=0):
     separator = SEP_ID if block is None else None
-    config = TINY.replace(diffusion=Diffusion(MASK_ID, shift, block, separator=separator))
+    diffusion = Diffusion(MASK_ID, shift, block, separator=separator, rank=rank)
+    config = TINY.replace(diffusion=diffusion)
     return Network(init_params(config, jax.random.key(0)), config)
 
 
@@ -291,6 +292,24 @@ def test_cuts_throughout_predict_what_is_drafted_behind_each(shift):
     assert sizes == set(range(1, 9))
 
 
+@pytest.mark.parametrize(("block", "cuts"), [(None, "one"), (4, "one"), (4, "all")])
+def test_a_markov_head_adds_what_the_true_token_before_says(block, cuts):
+    network = drafter(True, block, rank=3)
+    without = dataclasses.replace(network.config.diffusion, rank=0)
+    alone = Network(network.params, network.config.replace(diffusion=without))
+    row, key = one_row(prompt_size=6, answer_size=18, length=24), jax.random.key(2)
+    objective = Refinement(network.config, 8, cuts=cuts)
+    cut, logits = deer._predict(network, objective, row, key)
+    _, marginals = deer._predict(alone, objective, row, key)
+    tables = jax.tree.map(np.asarray, network.params["transitions"])
+    hidden = np.flatnonzero(np.asarray(cut.masked.hidden))
+    assert len(hidden) > 1
+    for place in hidden:
+        before = int(row.tokens[place - 1])
+        added = tables["following"]["embedding"] @ tables["previous"]["embedding"][before]
+        np.testing.assert_allclose(logits[place], marginals[place] + added, atol=1e-5)
+
+
 @pytest.mark.parametrize("normalise", [True, False])
 def test_cuts_throughout_weigh_each_end_the_same(normalise):
     """The loss is the mean over ends of their weighted means, or sums."""
@@ -488,19 +507,34 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     assert load(tmp_path / "two").config.diffusion.window == 8
     made_for = load(tmp_path / "two").config.diffusion.made_for
     assert made_for == load(models / "target").digest is not None
-    third = dataclasses.replace(second, cuts="all")
+    third = dataclasses.replace(second, cuts="all", markov=4)
     aligned = train(DeerTrainer(third), tmp_path / "s3", tmp_path / "three", console=QUIET)
     assert loss_fell(tmp_path / "s3")
     assert 1 <= aligned.metrics["validation"][DECODING][TAU] <= 5
-    assert "cuts throughout of each answer" in (tmp_path / "three/recipe.md").read_text()
+    recipe = (tmp_path / "three/recipe.md").read_text()
+    assert "cuts throughout of each answer), with a Markov head of rank 4" in recipe
+    assert "a hidden token, given the true one before it." in recipe
+    with_head = load(tmp_path / "three")
+    assert with_head.config.diffusion.rank == 4
+    again = dataclasses.replace(third, start_from=str(tmp_path / "three"))
+    with pytest.raises(ValueError, match="has a Markov head of rank 4, which is trained along"):
+        train(DeerTrainer(again), tmp_path / "s4", console=QUIET)
+    on = dataclasses.replace(settings, start_from=again.start_from, num_steps=2)
+    train(DeerTrainer(on), tmp_path / "s5", tmp_path / "kept", console=QUIET)
+    kept = load(tmp_path / "kept").params["transitions"]["following"]["embedding"]
+    before = with_head.params["transitions"]["following"]["embedding"]
+    assert kept.shape == before.shape
+    assert not np.array_equal(kept, before)
     recipe = (tmp_path / "two/recipe.md").read_text()
     assert "Stage II, refinement (the last 1 to 8 places hidden" in recipe
     assert "the bonus token INCLUDED" in recipe
     target, draft = load(models / "target"), load(tmp_path / "two")
     config = jaxspec.GenerationConfig(max_new_tokens=12)
     plain = jaxspec.generate(target, "3 and 4 and 3?", config)
-    fast = jaxspec.generate(target, "3 and 4 and 3?", config, jaxspec.Deer.of(draft, block=4))
-    assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
+    for trained, tree in ((draft, {}), (with_head, {}), (with_head, {"num_nodes": 5})):
+        method = jaxspec.Deer.of(trained, block=4, **tree)
+        fast = jaxspec.generate(target, "3 and 4 and 3?", config, method)
+        assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
     assert_a_killed_run_ends_with_the_same_bits(
         DeerTrainer, second, tmp_path / "two", tmp_path / "killed", monkeypatch
     )
@@ -571,6 +605,7 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
         ({"hide": "middle"}, "hide must be one of"),
         ({"stage": 2, "hide": "suffix"}, "hide is a setting of stage 1: leave it out in stage 2"),
         ({"stage": 2, "loss": "total"}, "loss must be one of"),
+        ({"markov": 4}, "markov is a setting of stage 2"),
     ],
 )
 def test_wrong_settings_are_named(settings, changes, message):

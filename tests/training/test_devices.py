@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxspec.core.forms import exchanged
 from jaxspec.core.masks import causal
-from jaxspec.models import Experts, ModelConfig, Network, param_shapes
+from jaxspec.models import Diffusion, Experts, ModelConfig, Network, param_shapes
 from jaxspec.training import plan
 from jaxspec.training.efficiency import Efficiency, flops_per_token
 from jaxspec.training.loop import History, fit
@@ -52,6 +52,14 @@ def test_flops_of_a_token_are_what_the_compiler_counts(tied_head):
     forward = length * flops_per_token(config, length) / 3
     # Norms, softmax and rotation come on top; no product is missing and none counts twice.
     assert forward < counted_flops(config, length) < 1.25 * forward
+
+
+def test_a_markov_head_counts_one_product():
+    def filling(rank):
+        return CONFIG.replace(diffusion=Diffusion(1, rank=rank))
+
+    difference = flops_per_token(filling(5), 16) - flops_per_token(filling(0), 16)
+    assert difference == 6 * 5 * CONFIG.vocab_size
 
 
 def test_only_experts_that_a_token_visits_count():

@@ -294,6 +294,14 @@ def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder)
         with_layers(source, (0, 2), None)
 
 
+def test_a_markov_head_is_left_behind():
+    """It was trained for drafts; the loss of masked places does not read it."""
+    config = tiny(False, None).replace(diffusion=Diffusion(1, rank=3))
+    network = Network(init_params(config, jax.random.key(0)), config)
+    taken = with_layers(network, None, Diffusion(1))
+    assert set(network.params) - set(taken.params) == {"transitions"}
+
+
 def test_layers_that_are_taken_stay_sparse_or_dense():
     experts = Experts(4, 2, 8, True, (True, False, True))
     config = tiny(False, None).replace(num_layers=3, layer_types=(), experts=experts)

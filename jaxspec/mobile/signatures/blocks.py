@@ -60,6 +60,11 @@ class BlockDrafting:
                 "drafter: this diffusion model sees both sides, so that every pass would read the "
                 "whole text; only models that are causal over blocks can be exported."
             )
+        if diffusion.rank:
+            raise ValueError(
+                "drafter: this diffusion model has a Markov head, which files cannot hold; give "
+                "one of `jaxspec train deer` without --markov."
+            )
         check_in_one_pass(
             drafter,
             sep_token_id=drafter.sep_token_id is not None,
