@@ -94,7 +94,7 @@ _STAGES = {
 """Folders of drafters; `None`: the shipped model that alignment starts from."""
 
 _RANK = 64
-"""Of Markov heads."""
+"""The rank of Markov heads."""
 _COMMON = (
     "--template forms={{prompt}}{{answer}} --sequence-length 256 --dtype bfloat16 --warmup 40 "
     "--decay-fraction 0.5"

@@ -344,6 +344,11 @@ class ModelConfig(Checked):
                 f"got {len(self.experts.layers)}."
             )
 
+    @property
+    def markov_rank(self) -> int:
+        """The rank of its Markov head, see `Diffusion.rank`; 0: there is none."""
+        return 0 if self.diffusion is None else self.diffusion.rank
+
     def _check_diffusion(self):
         if self.diffusion is None:
             return

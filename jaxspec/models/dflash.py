@@ -211,9 +211,9 @@ class DFlashLayers(nn.Module):
         previous: Int[Array, " nodes"],
         likeliest: int | None,
     ) -> Float[Array, "nodes vocab"]:
-        rows = self.transitions.rows_of(previous, features)
         if likeliest is None:
-            return logits + self.transitions.to_all(rows)
+            return self.transitions.follow(logits, features, previous)
+        rows = self.transitions.rows_of(previous, features)
         best, tokens = jax.lax.top_k(logits, likeliest)
         best = best + self.transitions.to_some(rows, tokens)
         nowhere = jnp.full((len(previous), logits.shape[1]), -jnp.inf, logits.dtype)

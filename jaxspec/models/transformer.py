@@ -565,7 +565,7 @@ class Head(nn.Module):
 
 
 class Transitions(nn.Module):
-    """What a token makes of its follower: a Markov head, or the product of a path selector.
+    """The effect of a token on its follower: a Markov head, or the product of a path selector.
 
     Attributes:
         vocab_size: tokens of the tables.
@@ -590,9 +590,14 @@ class Transitions(nn.Module):
         rows = self.previous().rows(tokens, features.dtype)
         return rows if self.gate is None else rows * self.gate(features)
 
-    def to_all(self, rows: Float[Array, "nodes rank"]) -> Float[Array, "nodes vocab"]:
-        """Returns what is added to the logits of every token."""
-        return self.following().products(rows, turned=True)
+    def follow(
+        self,
+        logits: Float[Array, "places vocab"],
+        features: Float[Array, "places embed"],
+        previous: Int[Array, " nodes"],
+    ) -> Float[Array, "nodes vocab"]:
+        """Returns the logits of every token, given the token before."""
+        return logits + self.following().products(self.rows_of(previous, features), turned=True)
 
     def to_some(
         self, rows: Float[Array, "nodes rank"], tokens: Int[Array, "places some"]
@@ -623,8 +628,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.norm_eps, config.norm_plus_one)
         if not config.tied_head:
             self.head = Head(config)
-        if config.diffusion is not None and config.diffusion.rank:
-            self.transitions = Transitions(config.vocab_size, config.diffusion.rank)
+        if config.markov_rank:
+            self.transitions = Transitions(config.vocab_size, config.markov_rank)
 
     def __call__(
         self,
@@ -675,15 +680,13 @@ class Transformer(nn.Module):
         features: Float[Array, "places embed"],
         previous: Int[Array, " nodes"],
     ) -> Float[Array, "nodes vocab"]:
-        return logits + self.transitions.to_all(self.transitions.rows_of(previous, features))
+        return self.transitions.follow(logits, features, previous)
 
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
         """Reads every weight: what `init` traces."""
         features = self(tokens, positions, mask, None, None, (), None).features
         logits = self.unembed(features)
-        if self.config.diffusion is not None and self.config.diffusion.rank:
-            return self.follow(logits, features, tokens)
-        return logits
+        return self.follow(logits, features, tokens) if self.config.markov_rank else logits
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
@@ -792,7 +795,7 @@ class Network:
         Raises:
             ValueError: the network has no Markov head.
         """
-        if self.config.diffusion is None or not self.config.diffusion.rank:
+        if not self.config.markov_rank:
             raise ValueError("config.diffusion.rank must be at least 1: there is no Markov head.")
         return self._apply(logits, features, previous, method=Transformer.follow)
 

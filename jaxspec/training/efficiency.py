@@ -48,8 +48,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
         weights += share * math.prod(leaf.shape)
     if config.tied_head:
         weights += config.vocab_size * config.embed_dim
-    if config.diffusion is not None:
-        weights += config.vocab_size * config.diffusion.rank
+    weights += config.vocab_size * config.markov_rank
     attention = config.num_layers * config.num_heads * config.head_dim * length
     return 6 * weights + 12 * attention
 

@@ -114,7 +114,7 @@ def proposal_of(drafter: Deer, target, draft, warp=WARPS["hot"]):
 
 
 def law_after(draft, target, level: int, token: int):
-    """What a place says after a token, from a pass over the text and three masks."""
+    """Returns the law of a place after a token, from a pass over the text and three masks."""
     mask = draft.config.masking.mask_token_id
     canvas = jnp.array([*TEXT, *([mask] * 3)])
     hidden = draft.forward(canvas, jnp.arange(8), block_causal(8, 4), None)
@@ -125,7 +125,7 @@ def law_after(draft, target, level: int, token: int):
 
 
 def sharpened(draft):
-    """With a Markov head that says more."""
+    """Returns a drafter whose Markov head says more."""
     sharp = jax.tree.map(lambda table: 4 * table, draft.params["transitions"])
     return Network({**draft.params, "transitions": sharp}, draft.config)
 
